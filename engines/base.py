@@ -205,6 +205,10 @@ class LoadSnapshot:
     kv_leased_blocks: int = 0
     step_time_s: float = 0.0
     steps: int = 0
+    kv_leases: int = 0
+    """Handles made by `prefill` and not yet read, released or expired."""
+    kv_leases_expired: int = 0
+    """Handles whose lease ended unread, since start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,6 +219,7 @@ class KvHandle(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     ENGINE_PARAMS_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
     handle_id: _builtins.str
     """Unique on the worker and epoch that made it."""
     instance_id: _builtins.str
@@ -232,6 +233,8 @@ class KvHandle(_message.Message):
     """Tokens whose KV is held, from the start of the prompt."""
     engine_params: _builtins.bytes
     """For the engine that reads: NIXL metadata and block addresses. Opaque to all others."""
+    lease_ms: _builtins.int
+    """The whole lease when the handle was made: lease_ms - remaining_lease_ms is the handle's age. 0: not told, age unknown."""
     @_builtins.property
     def format(self) -> Global___KvFormat: ...
     @_builtins.property
@@ -250,10 +253,11 @@ class KvHandle(_message.Message):
         tokens: _builtins.int = ...,
         engine_params: _builtins.bytes = ...,
         digests: _abc.Iterable[_builtins.bytes] | None = ...,
+        lease_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["format", b"format"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "digests", b"digests", "engine_params", b"engine_params", "epoch", b"epoch", "format", b"format", "handle_id", b"handle_id", "instance_id", b"instance_id", "remaining_lease_ms", b"remaining_lease_ms", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "digests", b"digests", "engine_params", b"engine_params", "epoch", b"epoch", "format", b"format", "handle_id", b"handle_id", "instance_id", b"instance_id", "lease_ms", b"lease_ms", "remaining_lease_ms", b"remaining_lease_ms", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
