@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import http.client
 import importlib.util
-import os
 import random
 import re
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import sysconfig
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import ClassVar, Self
 
+from controlplane.child_process import die_with_parent
 from controlplane.errors import SettingsError, Unavailable
 
 __all__ = ["EmbeddedEtcd", "EmbeddedNats", "EmbeddedServer", "free_port"]
@@ -32,15 +31,6 @@ _OLDEST_GOOD_ETCD = (3, 5, 3)
 # Ports the kernel does not hand to outgoing connections (32768 and up on Linux): one of those could be taken while a
 # server is down, by a client's own connection to itself even.
 _PORTS = range(15000, 32000)
-
-# Runs first in the child, then becomes the server. Not a preexec_fn: that runs Python between fork and exec, which may
-# deadlock in a process with threads, and gRPC has threads.
-_DIE_WITH_PARENT = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 def free_port() -> int:
@@ -86,7 +76,8 @@ class EmbeddedServer(ABC):
         """Whether it answers now. Blocks for half a second at most."""
 
     @abstractmethod
-    def _command(self) -> list[str]: ...
+    def command(self) -> list[str]:
+        """What to run, in the foreground, for those who look after the process themselves; makes the folder."""
 
     @property
     def log_file(self) -> Path:
@@ -95,11 +86,10 @@ class EmbeddedServer(ABC):
 
     def restart(self) -> None:
         """Starts the process (again) on the same port and folder, once the one before has ended."""
-        self.data_dir.mkdir(parents=True, exist_ok=True)
-        wrapper = [sys.executable, "-IS", "-c", _DIE_WITH_PARENT, str(os.getpid())]
+        command = die_with_parent(self.command(), signal.SIGKILL)
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(
-                [*wrapper, *self._command()], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
 
     def wait_ready(self, timeout_s: float = 30.0) -> None:
@@ -153,7 +143,9 @@ class EmbeddedEtcd(EmbeddedServer):
         finally:
             connection.close()
 
-    def _command(self) -> list[str]:
+    def command(self) -> list[str]:
+        """An etcd that forgets old revisions by itself."""
+        self.data_dir.mkdir(parents=True, exist_ok=True)
         client, peer = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self._peer_port}"
         return [
             str(_etcd_binary()),
@@ -184,7 +176,9 @@ class EmbeddedNats(EmbeddedServer):
         except OSError:
             return False
 
-    def _command(self) -> list[str]:
+    def command(self) -> list[str]:
+        """A NATS server whose settings are in a file: it takes no payload limit as a flag."""
+        self.data_dir.mkdir(parents=True, exist_ok=True)
         config = self.data_dir / "nats.conf"
         config.write_text(f'listen: "127.0.0.1:{self.port}"\nmax_payload: 8MB\n')
         return [str(_nats_binary()), "--config", str(config)]
