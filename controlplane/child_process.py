@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = ["ChildProcess", "ChildSpec", "die_with_parent", "log_tail"]
@@ -48,8 +48,8 @@ class ChildSpec:
     command: tuple[str, ...]
     stage: int = 0
     """Higher stages are stopped first, and have ended before a lower one is told to stop."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Added to the supervisor's own environment."""
+    env: Mapping[str, str] | None = None
+    """The whole environment; None: the supervisor's own."""
     death_signal: signal.Signals = signal.SIGTERM
     """What the child gets when its supervisor is gone."""
 
@@ -80,7 +80,7 @@ class ChildProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self.spec.env},
+                env=self.spec.env,
                 start_new_session=True,
             )
 

@@ -33,7 +33,7 @@ SECTIONS = ("common", "frontend", "router", "prefill", "decode", "engine", "up")
 """Every section there is. Only names: a section's fields are known to those who load it."""
 
 _PREFIX = "TOKENMILL_"
-_NOT_SETTINGS = {f"{_PREFIX}CONFIG", f"{_PREFIX}SUPERVISED"}
+_NOT_SETTINGS = {f"{_PREFIX}CONFIG", f"{_PREFIX}HOME", f"{_PREFIX}SUPERVISED"}
 
 T = TypeVar("T")
 
@@ -49,6 +49,7 @@ class _Rules:
     secret: bool
     hidden: bool
     flag: str | None
+    short: str | None
 
 
 def setting(
@@ -61,12 +62,14 @@ def setting(
     secret: bool = False,
     hidden: bool = False,
     flag: str | None = None,
+    short: str | None = None,
 ) -> Any:
     """A field of a settings section, of a type in `setting_values`. Bounds are inclusive.
 
-    `secret` values are never printed, `hidden` ones are left out of --help, `flag` replaces the flag's own name.
+    `secret` values are never printed, `hidden` ones are left out of --help, `flag` replaces the flag's own name,
+    `short` is a second one, like "-d".
     """
-    rules = _Rules(help, tuple(choices) if choices is not None else None, minimum, maximum, secret, hidden, flag)
+    rules = _Rules(help, tuple(choices) if choices is not None else None, minimum, maximum, secret, hidden, flag, short)
     if isinstance(default, dict):
         return field(default_factory=default.copy, metadata={"rules": rules})
     return field(default=default, metadata={"rules": rules})
@@ -148,11 +151,13 @@ class Loaded:
         return loaded
 
 
-def load(sections: Mapping[str, type], argv: Sequence[str], env: Mapping[str, str], *, prog: str) -> Loaded:
+def load(
+    sections: Mapping[str, type], argv: Sequence[str], env: Mapping[str, str], *, prog: str, description: str = ""
+) -> Loaded:
     """Reads every source and checks every value. Raises `SettingsError`; --help and --version print and exit."""
     settings = [known for section, cls in sections.items() for known in _settings_of(section, cls)]
     flags = _flag_names(settings)
-    given_flags = _read_flags(prog, settings, flags, argv)
+    given_flags = _read_flags(prog, description, settings, flags, argv)
     path = given_flags.pop("config", None) or env.get(f"{_PREFIX}CONFIG", "")
 
     given: dict[str, tuple[Any, str]] = {}
@@ -209,9 +214,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _read_flags(
-    prog: str, settings: Sequence[_Setting], flags: Mapping[str, str], argv: Sequence[str]
+    prog: str, description: str, settings: Sequence[_Setting], flags: Mapping[str, str], argv: Sequence[str]
 ) -> dict[str, Any]:
-    parser = _Parser(prog=prog, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = _Parser(
+        prog=prog,
+        usage="%(prog)s [flags]",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
     parser.add_argument("--version", action="version", version=f"tokenmill {importlib.metadata.version('tokenmill')}")
     parser.add_argument("--config", metavar="FILE", help=f"TOML file with settings [env {_PREFIX}CONFIG]")
     groups = {section: parser.add_argument_group(section) for section in dict.fromkeys(one.section for one in settings)}
@@ -221,7 +233,8 @@ def _read_flags(
             form = {"action": argparse.BooleanOptionalAction}
         elif known.rules.choices:
             form = {"metavar": "|".join(known.rules.choices)}
-        groups[known.section].add_argument(flags[known.key], dest=known.key, help=_help(known), **form)
+        names = [known.rules.short, flags[known.key]] if known.rules.short else [flags[known.key]]
+        groups[known.section].add_argument(*names, dest=known.key, help=_help(known), **form)
     given, unknown = parser.parse_known_args(list(argv))
     for argument in unknown:
         if argument.startswith("-"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from itertools import groupby
 from pathlib import Path
@@ -20,6 +21,9 @@ Report = Callable[[str, str], None]
 
 _SETTINGS_ARE_WRONG = 2
 """The exit code by which our services say that trying again is of no use."""
+
+_STEADY_S = 30.0
+"""A child that lived this long counts as recovered: its next failure is the first in a row."""
 
 _KILL_GRACE_S = 2.0
 """Every stage of a stop gets at least this much, also when those before it used all the time."""
@@ -42,13 +46,12 @@ class RestartPolicy:
         self._ever_ready = False
 
     def ready(self) -> None:
-        """The child works: its next failure counts as the first."""
+        """The child has come to work: from now on it is restarted for ever."""
         self._ever_ready = True
-        self._failures_in_a_row = 0
 
-    def delay_after(self, exit_code: int) -> float | None:
+    def delay_after(self, exit_code: int, lived_s: float) -> float | None:
         """Seconds until the restart; None gives up, which only a child that was never ready brings about."""
-        self._failures_in_a_row += 1
+        self._failures_in_a_row = self._failures_in_a_row + 1 if lived_s < _STEADY_S else 1
         hopeless = exit_code == _SETTINGS_ARE_WRONG or self._failures_in_a_row >= self._attempts
         if hopeless and not self._ever_ready:
             return None
@@ -122,13 +125,14 @@ class Supervisor:
         name, process = kept.process.spec.name, kept.process
         try:
             while not kept.stopping.is_set():
+                started = time.monotonic()
                 await process.start()
                 if kept.stopping.is_set():  # told while the process was being made
                     process.terminate()
                 exit_code = await process.wait()
                 if kept.stopping.is_set():
                     return
-                delay_s = kept.policy.delay_after(exit_code)
+                delay_s = kept.policy.delay_after(exit_code, time.monotonic() - started)
                 if delay_s is None:
                     self._give_up(process, exit_code)
                     return

@@ -30,7 +30,9 @@ class EngineSettings:
     max_batched_tokens: int | None = setting(None, "most tokens computed in one step", minimum=1)
     kv_lease_s: float = setting(120.0, "how long prefilled KV is held for its reader, seconds", minimum=0.001)
     seed: int = setting(0, "seed of the engine's own randomness", minimum=0)
-    sim_time_scale: float | None = setting(None, "times faster than real; 0: no waiting at all", minimum=0)
+    sim_time_scale: float | None = setting(
+        None, "times faster than real; 0: no waiting at all", minimum=0, flag="--time-scale"
+    )
     sim_profile: str | None = setting(None, "name of the timing profile")
     sim_total_blocks: int | None = setting(None, "KV blocks in all", minimum=1)
     sim_kv_bytes_per_block: int | None = setting(
