@@ -143,7 +143,9 @@ Global___KvEvent: _TypeAlias = KvEvent  # noqa: Y015
 
 @_typing.final
 class KvEventBatch(_message.Message):
-    """Subject: tokenmill.<deployment>.kv.<instance_id>. Events are numbered from 1 within (instance, epoch) without a hole."""
+    """Changes of the set of (hash, tier) a worker holds: a second copy of a block is no event, nor is the loss of one of two.
+    Subject: tokenmill.<deployment>.kv.<instance_id>. Events are numbered from 1 within (instance, epoch) without a hole.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -266,12 +268,17 @@ class KvSnapshotPart(_message.Message):
     SEQ_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     epoch: _builtins.int
     seq: _builtins.int
     tier: Global___Tier.ValueType
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As long as hashes: parents[i] is the block before hashes[i]; 0: hashes[i] is a prompt's first block."""
+
     def __init__(
         self,
         *,
@@ -280,10 +287,11 @@ class KvSnapshotPart(_message.Message):
         seq: _builtins.int = ...,
         tier: Global___Tier.ValueType = ...,
         hashes: _abc.Iterable[_builtins.int] | None = ...,
+        parents: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hashes", b"hashes", "instance_id", b"instance_id", "seq", b"seq", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hashes", b"hashes", "instance_id", b"instance_id", "parents", b"parents", "seq", b"seq", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

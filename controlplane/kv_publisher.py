@@ -1,0 +1,218 @@
+"""A worker's voice: numbers its KV events, publishes them with its load, and serves the snapshot that mends a gap."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import islice
+from typing import Protocol
+
+import grpc
+from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
+
+from controlplane import kv_wire
+from kvcache.events import KvEvent, KvEventBatch, Removed, Stored, Tier
+from kvcache.holdings import Holdings
+from kvcache.load import LoadReport
+
+__all__ = ["KvPublisher", "KvSourceServicer", "Load", "Publisher"]
+
+FLUSH_AFTER_S = 0.005
+"""Events wait this long for company: one batch of many costs far less than many of one."""
+MAX_BATCH_HASHES = 32_768
+"""About 300 KiB, safely below a NATS server's default payload limit of 1 MiB."""
+SNAPSHOT_PART_BLOCKS = 32_768
+
+
+class Publisher(Protocol):
+    """What is needed of `controlplane.bus.Bus`."""
+
+    def publish(self, subject: str, data: bytes) -> None:
+        """Fire and forget; may drop."""
+
+
+class Load(Protocol):
+    """How busy the engine is; `engines.base.LoadSnapshot` is one."""
+
+    @property
+    def running_requests(self) -> int:
+        """Admitted and not finished."""
+
+    @property
+    def waiting_requests(self) -> int:
+        """Accepted and not admitted."""
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Prompt tokens accepted and not yet computed."""
+
+    @property
+    def kv_used_blocks(self) -> int:
+        """Blocks that running requests or readers need."""
+
+    @property
+    def kv_total_blocks(self) -> int:
+        """All blocks."""
+
+    @property
+    def kv_leased_blocks(self) -> int:
+        """Blocks held for readers."""
+
+    @property
+    def step_time_s(self) -> float:
+        """Mean of recent steps; 0: none yet."""
+
+    @property
+    def steps(self) -> int:
+        """Steps since start."""
+
+
+class KvPublisher:
+    """Publishes one worker's KV events and load. All methods belong to the event loop's thread.
+
+    What it numbers is the change of the *set* of held blocks (see `Holdings`), so receivers may apply an event twice.
+    Nothing is awaited and nothing kept for later: what the bus loses, a receiver sees by the numbers or by the next
+    load report, and mends with a snapshot.
+    """
+
+    def __init__(self, bus: Publisher, deployment: str, instance_id: str, epoch: int) -> None:
+        self._bus = bus
+        self._kv_subject = kv_wire.kv_subject(deployment, instance_id)
+        self._load_subject = kv_wire.load_subject(deployment, instance_id)
+        self._instance_id = instance_id
+        self._epoch = epoch
+        self._holdings = Holdings()
+        self._pending: list[KvEvent] = []
+        self._pending_hashes = 0
+        self._published = 0
+        """Number of the last event given to the bus; the pending ones follow it."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def instance_id(self) -> str:
+        """The worker this is."""
+        return self._instance_id
+
+    @property
+    def epoch(self) -> int:
+        """The epoch its events belong to."""
+        return self._epoch
+
+    @property
+    def seq(self) -> int:
+        """Number of the last event, published or pending; 0: none yet in this epoch."""
+        return self._published + len(self._pending)
+
+    @property
+    def holdings(self) -> Holdings:
+        """What the worker holds now; read only."""
+        return self._holdings
+
+    def events(self, events: Sequence[KvEvent]) -> None:
+        """Takes the engine's events, in order; they are out within `FLUSH_AFTER_S`."""
+        for event in self._holdings.apply(events):
+            for part in _split(event):
+                self._append(part)
+        if self._pending and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(FLUSH_AFTER_S, self.flush)
+
+    def flush(self) -> None:
+        """Publishes what is pending, now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._pending:
+            return
+        batch = KvEventBatch(self._instance_id, self._epoch, self._published + 1, tuple(self._pending))
+        self._published = batch.last_seq
+        self._pending.clear()
+        self._pending_hashes = 0
+        self._bus.publish(self._kv_subject, kv_wire.batch_to_bytes(batch))
+
+    def new_epoch(self, epoch: int) -> None:
+        """Starts again from nothing held and number 1; whatever was said before is void."""
+        if epoch <= self._epoch:
+            raise ValueError(f"epoch must grow: {epoch} does not follow {self._epoch}")
+        self.flush()
+        self._epoch = epoch
+        self._published = 0
+        self._holdings.clear()
+
+    def load_report(self, load: Load) -> None:
+        """Publishes the load, with the number of the last event and a check on what is held."""
+        self.flush()  # so that the check describes events that are already on their way
+        report = LoadReport(
+            instance_id=self._instance_id,
+            epoch=self._epoch,
+            last_seq=self._published,
+            held_xor=self._holdings.xor,
+            held_blocks=self._holdings.count,
+            running_requests=load.running_requests,
+            waiting_requests=load.waiting_requests,
+            queued_prefill_tokens=load.queued_prefill_tokens,
+            kv_used_blocks=load.kv_used_blocks,
+            kv_total_blocks=load.kv_total_blocks,
+            kv_leased_blocks=load.kv_leased_blocks,
+            step_time_us=round(load.step_time_s * 1e6),
+            steps=load.steps,
+        )
+        self._bus.publish(self._load_subject, kv_wire.load_to_bytes(report))
+
+    def snapshot(self) -> tuple[int, int, dict[Tier, list[int]]]:
+        """(epoch, number of the last event in it, hashes by tier)."""
+        return self._epoch, self.seq, {tier: self._holdings.hashes(tier) for tier in Tier}
+
+    def close(self) -> None:
+        """Publishes what is pending and starts no more timers by itself."""
+        self.flush()
+
+    def _append(self, event: KvEvent) -> None:
+        size = len(event.hashes) if isinstance(event, Stored | Removed) else 0
+        if self._pending_hashes + size > MAX_BATCH_HASHES:
+            self.flush()
+        self._pending.append(event)
+        self._pending_hashes += size
+
+
+class KvSourceServicer(kv_pb2_grpc.KvSourceServicer):
+    """Serves `GetKvSnapshot` from a publisher's own picture."""
+
+    def __init__(self, publisher: KvPublisher) -> None:
+        self._publisher = publisher
+
+    async def GetKvSnapshot(  # noqa: N802
+        self,
+        request: kv_pb2.GetKvSnapshotRequest,
+        context: grpc.aio.ServicerContext[kv_pb2.GetKvSnapshotRequest, AsyncIterator[kv_pb2.KvSnapshotPart]],
+    ) -> AsyncIterator[kv_pb2.KvSnapshotPart]:
+        """The picture as of the call; events that happen while it streams have higher numbers."""
+        for part in list(_snapshot_parts(self._publisher)):
+            yield part
+
+
+def _snapshot_parts(publisher: KvPublisher) -> Iterator[kv_pb2.KvSnapshotPart]:
+    epoch, seq, tiers = publisher.snapshot()
+    for tier, hashes in tiers.items():
+        parents = iter(publisher.holdings.parents(tier))
+        # The device tier is always there, so that an empty worker states its number too.
+        for start in range(0, len(hashes) or tier is Tier.DEVICE, SNAPSHOT_PART_BLOCKS):
+            yield kv_pb2.KvSnapshotPart(
+                instance_id=publisher.instance_id,
+                epoch=epoch,
+                seq=seq,
+                tier=kv_wire.tier_to_proto(tier),
+                hashes=hashes[start : start + SNAPSHOT_PART_BLOCKS],
+                parents=[parent or 0 for parent in islice(parents, SNAPSHOT_PART_BLOCKS)],
+            )
+
+
+def _split(event: KvEvent) -> Iterator[KvEvent]:
+    """The same said in events of at most `MAX_BATCH_HASHES`."""
+    if not isinstance(event, Stored | Removed) or len(event.hashes) <= MAX_BATCH_HASHES:
+        yield event
+        return
+    parent = event.parent if isinstance(event, Stored) else None
+    for start in range(0, len(event.hashes), MAX_BATCH_HASHES):
+        hashes = event.hashes[start : start + MAX_BATCH_HASHES]
+        yield Stored(parent, hashes, event.tier) if isinstance(event, Stored) else Removed(hashes, event.tier)
+        parent = hashes[-1]
