@@ -91,7 +91,7 @@ class Sampling(_message.Message):
     min_tokens: _builtins.int
     """No end before this many tokens. Default 0."""
     logprobs: _builtins.int
-    """Log probabilities of this many best tokens with each token. Unset: none; 0: the chosen token's only."""
+    """Log probabilities of this many best tokens with each token, at most 20. Unset: none; 0: the chosen token's only."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end the answer; they are not part of the text. The model's own end tokens always count unless ignore_eos."""
