@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Self
 
 from controlplane.child_process import ChildProcess, ChildSpec, log_tail
 from controlplane.errors import Unavailable
@@ -61,8 +61,9 @@ class RestartPolicy:
 class Supervisor:
     """Owns a set of children. An async context manager: inside it they run, after it none is left.
 
-    Leaving it stops them stage by stage, the highest first, each child by SIGTERM and, when `drain_timeout_s` for all
-    of them is over, by SIGKILL to its whole process group. `kill` makes that immediate.
+    Its body is cancelled, and `ChildFailed` raised in its place, when a child cannot start. Leaving it, in any way,
+    stops the children stage by stage, the highest first, each by SIGTERM and, when `drain_timeout_s` for all of them is
+    over, by SIGKILL to its whole process group. `kill` makes that immediate.
     """
 
     def __init__(
@@ -79,26 +80,33 @@ class Supervisor:
         }
         self._report = report
         self._drain_timeout_s = drain_timeout_s
-        self._keepers = asyncio.TaskGroup()
-        self._given_up: asyncio.Future[ChildFailed]
+        self._keepers: list[asyncio.Task[None]] = []
+        self._body: asyncio.Task[object] | None = None
+        self._cancels_of_others = 0
+        self._failure: BaseException | None = None
 
     async def __aenter__(self) -> Self:
-        self._given_up = asyncio.get_running_loop().create_future()
-        await self._keepers.__aenter__()
-        for kept in self._children.values():
-            self._keepers.create_task(self._keep(kept), name=f"keep {kept.process.spec.name}")
+        self._body = asyncio.current_task()
+        assert self._body is not None
+        self._cancels_of_others = self._body.cancelling()
+        for name, kept in self._children.items():
+            keeper = asyncio.create_task(self._keep(kept), name=f"keep {name}")
+            keeper.add_done_callback(self._when_keeper_ends)
+            self._keepers.append(keeper)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        failure, body, self._body = self._failure, self._body, None
         try:
             await self._stop()
         finally:
             self.kill()
-            # Only a cancellation is the group's business; any other error of the body passes by unwrapped.
-            cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
-            await self._keepers.__aexit__(*(kind, error, trace) if cancelled else (None, None, None))
+            await asyncio.wait(self._keepers)
+        # As in asyncio.timeout: our own cancellation becomes the failure, somebody else's stays a cancellation.
+        if failure is not None and body is not None and body.uncancel() <= self._cancels_of_others:
+            raise failure from None
 
     def pid(self, name: str) -> int:
         """The process id of a child, the last one when it is between two lives."""
@@ -109,10 +117,6 @@ class Supervisor:
         kept = self._children[name]
         if kept.process.running and kept.process.pid == pid:
             kept.policy.ready()
-
-    async def raise_failure(self) -> NoReturn:
-        """Waits until a child is given up, then raises `ChildFailed` with its reason and the end of its log."""
-        raise await asyncio.shield(self._given_up)
 
     def kill(self) -> None:
         """Ends every child and what it started, at once. A stop under way then comes to its end."""
@@ -134,22 +138,18 @@ class Supervisor:
                     return
                 delay_s = kept.policy.delay_after(exit_code, time.monotonic() - started)
                 if delay_s is None:
-                    self._give_up(process, exit_code)
-                    return
+                    tail = "\n".join(f"    {line}" for line in log_tail(process.log_file, _LOG_LINES_SHOWN))
+                    raise ChildFailed(f"{name} cannot start: it {_how_it_ended(exit_code)}. Its log ends:\n{tail}")
                 self._report(name, f"{_reason(process, exit_code)}; restarting in {delay_s:.1f} s")
                 await _wait_at_most(kept.stopping.wait(), delay_s)
         finally:
             kept.ended.set()
 
-    def _give_up(self, process: ChildProcess, exit_code: int) -> None:
-        name = process.spec.name
-        tail = "\n".join(f"    {line}" for line in log_tail(process.log_file, _LOG_LINES_SHOWN))
-        if not self._given_up.done():
-            self._given_up.set_result(
-                ChildFailed(
-                    f"{name} cannot start: it {_how_it_ended(exit_code)}. Its log ends:\n{tail or '    (empty)'}"
-                )
-            )
+    def _when_keeper_ends(self, keeper: asyncio.Task[None]) -> None:
+        if not keeper.cancelled() and keeper.exception() is not None and self._failure is None:
+            self._failure = keeper.exception()
+            if self._body is not None:
+                self._body.cancel()
 
     async def _stop(self) -> None:
         deadline = asyncio.get_running_loop().time() + self._drain_timeout_s

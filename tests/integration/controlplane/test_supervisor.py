@@ -70,8 +70,8 @@ async def test_a_killed_child_is_restarted_and_the_reason_told(tmp_path: Path) -
 async def test_a_child_that_cannot_start_is_given_up_with_the_end_of_its_log(tmp_path: Path) -> None:
     child = _python("worker", "print('no such model: ./nowhere'); raise SystemExit(1)")
     with pytest.raises(ChildFailed, match=r"(?s)worker cannot start.*exit code 1.*no such model: ./nowhere"):
-        async with _supervisor(tmp_path, child) as supervisor, asyncio.timeout(20):
-            await supervisor.raise_failure()
+        async with asyncio.timeout(20), _supervisor(tmp_path, child):
+            await asyncio.Event().wait()
     assert (tmp_path / "worker.log").read_text().count("no such model") == 3
 
 
