@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 import grpc
-from prometheus_client import CollectorRegistry
 from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
 
 from controlplane.errors import InvalidRequest, Unavailable
-from engines.base import Engine, EngineInfo, EngineRequest, Handle
+from engines.base import EngineInfo, EngineRequest
 from engines.host.admission import check_decode, check_model
 from engines.host.convert import handle_age_s, handle_from_proto, sampling_from_proto
-from engines.host.live import DecodeLimits, DecodeMetrics, LiveRequests
+from engines.host.live import DecodeLimits, LiveRequests
+from engines.host.started import StartedEngine
 
 __all__ = ["DecodeService"]
 
@@ -37,11 +36,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
         return decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 
-    def serve(
-        self, engine: Engine, info: EngineInfo, registry: CollectorRegistry, release: Callable[[Handle], None]
-    ) -> None:
-        """The engine has started. `release` frees a handle on the worker that made it, without blocking."""
-        self._serving = LiveRequests(engine, info, self._limits, DecodeMetrics(registry), release), info
+    def serve(self, started: StartedEngine) -> None:
+        """Takes calls from now on."""
+        self._serving = LiveRequests(started, self._limits), started.info
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests and waits for the running ones; those that outlast `timeout_s` fail."""

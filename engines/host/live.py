@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from prometheus_client import CollectorRegistry, Counter
@@ -18,8 +18,6 @@ from controlplane.errors import (
 )
 from controlplane.telemetry import get_logger
 from engines.base import (
-    Engine,
-    EngineInfo,
     EngineRequest,
     Failure,
     FinishReason,
@@ -32,8 +30,9 @@ from engines.host.admission import handle_verdict
 from engines.host.attach import AttachStream
 from engines.host.convert import finished_to_proto
 from engines.host.outbox import Slot
+from engines.host.started import StartedEngine
 
-__all__ = ["DecodeLimits", "DecodeMetrics", "LiveRequests"]
+__all__ = ["DecodeLimits", "LiveRequests"]
 
 _RETRY_AFTER_S = 1.0
 _MAX_FAILURE_CHARS = 2000
@@ -50,7 +49,7 @@ class DecodeLimits:
     stalled_write_s: float = 30.0
 
 
-class DecodeMetrics:
+class _Metrics:
     """What a decode worker counts."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -94,24 +93,14 @@ class _Live:
 
 
 class LiveRequests:
-    """Owns requests and streams. Only `submit` and `drain` wait; nothing here waits for a frontend to read.
+    """Owns requests and streams. Only `submit` and `drain` wait; nothing here waits for a frontend to read."""
 
-    `release` is told of handles that will not be read; it must not block.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        info: EngineInfo,
-        limits: DecodeLimits,
-        metrics: DecodeMetrics,
-        release: Callable[[Handle], None],
-    ) -> None:
-        self._engine = engine
-        self._info = info
+    def __init__(self, worker: StartedEngine, limits: DecodeLimits) -> None:
+        self._engine = worker.engine
+        self._info = worker.info
+        self._release = worker.release
         self._limits = limits
-        self._metrics = metrics
-        self._release = release
+        self._metrics = _Metrics(worker.registry)
         self._loop = asyncio.get_running_loop()
         self._log = get_logger(__name__)
         self._live: dict[str, _Live] = {}

@@ -1,0 +1,62 @@
+"""How busy the engine is, for Prometheus; and whether it has stopped moving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engines.base import LoadSnapshot
+
+__all__ = ["LoadCollector", "StallWatch"]
+
+
+class LoadCollector(Collector):
+    """Asks the engine at each scrape."""
+
+    def __init__(self, load: Callable[[], LoadSnapshot]) -> None:
+        self._load = load
+
+    def collect(self) -> Iterable[Metric]:
+        """One reading of the load, as metrics."""
+        load = self._load()
+        for name, documentation, value in (
+            ("running_requests", "Requests in the engine's batch", load.running_requests),
+            ("waiting_requests", "Requests the engine has not begun", load.waiting_requests),
+            ("queued_prefill_tokens", "Prompt tokens accepted and not yet computed", load.queued_prefill_tokens),
+            ("kv_used_blocks", "KV blocks in use", load.kv_used_blocks),
+            ("kv_total_blocks", "KV blocks in all", load.kv_total_blocks),
+            ("kv_leased_blocks", "KV blocks held for readers", load.kv_leased_blocks),
+            ("kv_leases", "Handles not yet read, released or expired", load.kv_leases),
+            ("step_time_seconds", "Mean time of recent steps", load.step_time_s),
+        ):
+            yield GaugeMetricFamily(f"tokenmill_{name}", documentation, value=value)
+        yield CounterMetricFamily("tokenmill_steps", "Engine steps", value=load.steps)
+        yield CounterMetricFamily(
+            "tokenmill_kv_leases_expired", "Handles whose lease ended unread", value=load.kv_leases_expired
+        )
+
+
+class StallWatch:
+    """Notices an engine that has requests and makes no steps.
+
+    It counts readings, not time: a machine that stood still for a minute has made no readings either, and its engine is
+    not to blame.
+    """
+
+    def __init__(self, most_readings: int) -> None:
+        self._most_readings = most_readings
+        self._steps = -1
+        self._readings = 0
+
+    def observe(self, load: LoadSnapshot) -> None:
+        """Call at a fixed pace."""
+        moved = load.steps != self._steps or not load.running_requests
+        self._readings = 0 if moved else self._readings + 1
+        self._steps = load.steps
+
+    @property
+    def stalled(self) -> bool:
+        """No step in more than `most_readings` readings in a row, with requests running."""
+        return self._readings > self._most_readings

@@ -1,0 +1,166 @@
+"""The worker host: one engine, served over gRPC in one role, as a `controlplane.host.Service`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+import grpc
+from controlplane.host import Host
+from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
+from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
+
+import engines
+from controlplane.channels import Channels
+from controlplane.errors import Unavailable
+from controlplane.instances import ModelCard
+from controlplane.kv_publisher import KvPublisher, KvSourceServicer
+from controlplane.telemetry import get_logger
+from engines.base import Engine, EngineInfo, Handle, Role
+from engines.host.load import LoadCollector, StallWatch
+from engines.host.started import StartedEngine
+from engines.settings import EngineSettings
+
+__all__ = ["RoleService", "Worker"]
+
+_LOAD_REPORT_S = 1.0
+_RELEASE_TIMEOUT_S = 2.0
+
+
+class RoleService(Protocol):
+    """What a role adds: `PrefillService` or `DecodeService`."""
+
+    def add_to(self, server: grpc.aio.Server) -> str:
+        """Adds its servicer; returns its full name."""
+
+    def serve(self, started: StartedEngine) -> None:
+        """Takes calls from now on."""
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new work and waits for what runs."""
+
+    def close(self) -> None:
+        """Lets open streams end."""
+
+
+class Worker:
+    """Owns the engine, its KV publisher and the service of its role."""
+
+    def __init__(self, role: Role, settings: EngineSettings, service: RoleService, *, stall_timeout_s: float) -> None:
+        self.name = role.value
+        self._role = role
+        self._settings = settings
+        self._service = service
+        self._kv_source = _KvSource()
+        self._watch = StallWatch(round(stall_timeout_s / _LOAD_REPORT_S))
+        self._stall_timeout_s = stall_timeout_s
+        self._log = get_logger(__name__)
+        self._engine: Engine | None = None
+        self._publisher: KvPublisher | None = None
+
+    def add_to(self, server: grpc.aio.Server) -> Sequence[str]:
+        """Adds the role's service and KvSource; both refuse `Unavailable` until the engine has started."""
+        kv_pb2_grpc.add_KvSourceServicer_to_server(self._kv_source, server)
+        return [self._service.add_to(server), kv_pb2.DESCRIPTOR.services_by_name["KvSource"].full_name]
+
+    async def start(self, host: Host) -> ModelCard:
+        """Loads the model; from then on KV events and load reports are published and calls taken."""
+        instance = host.instance
+        publisher = KvPublisher(host.bus, host.settings.deployment, instance.instance_id, instance.epoch)
+        self._publisher = publisher
+        seed = await host.discovery.deployment_seed()
+        advertise = host.settings.advertised_host
+        engine = engines.create(self._settings, self._role, instance.instance_id, seed, advertise)
+        self._engine = engine
+
+        def on_progress(text: str) -> None:
+            host.spawn(host.progress(text), "engine progress")
+
+        info = await engine.start(publisher.events, on_progress)
+        host.registry.register(LoadCollector(engine.load))
+
+        def release(handle: Handle) -> None:
+            host.spawn(self._release(host.channels, handle), "release KV")
+
+        self._kv_source.serve(KvSourceServicer(publisher))
+        self._service.serve(
+            StartedEngine(
+                engine=engine,
+                info=info,
+                instance_id=instance.instance_id,
+                epoch=instance.epoch,
+                address=instance.address,
+                registry=host.registry,
+                release=release,
+            )
+        )
+        host.spawn(self._report_load(engine, publisher), "load reports")
+        return _model_card(info)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Finishes what runs."""
+        await self._service.drain(timeout_s)
+
+    async def stop(self) -> None:
+        """Ends streams, engine and publisher."""
+        self._service.close()
+        if self._engine is not None:
+            await self._engine.stop()
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def failed(self) -> str | None:
+        """Why this worker can no longer serve."""
+        if self._watch.stalled:
+            return f"the engine has requests and has made no step for {self._stall_timeout_s:g} s"
+        return self._engine.failed() if self._engine is not None else None
+
+    async def _report_load(self, engine: Engine, publisher: KvPublisher) -> None:
+        while True:
+            load = engine.load()
+            self._watch.observe(load)
+            publisher.load_report(load)
+            await asyncio.sleep(_LOAD_REPORT_S)
+
+    async def _release(self, channels: Channels, handle: Handle) -> None:
+        request = prefill_pb2.ReleaseRequest(handle_id=handle.handle_id, epoch=handle.epoch)
+        stub = prefill_pb2_grpc.PrefillStub(channels.get(handle.address))
+        try:
+            await stub.Release(request, timeout=_RELEASE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            # Its lease ends by itself.
+            self._log.info("KV not released", prefill=handle.instance_id, code=error.code().name)
+
+
+class _KvSource(kv_pb2_grpc.KvSourceServicer):
+    """Registered before there is anything to tell."""
+
+    def __init__(self) -> None:
+        self._source: KvSourceServicer | None = None
+
+    def serve(self, source: KvSourceServicer) -> None:
+        self._source = source
+
+    async def GetKvSnapshot(  # noqa: N802
+        self, request: kv_pb2.GetKvSnapshotRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[kv_pb2.KvSnapshotPart]:
+        if self._source is None:
+            raise Unavailable("this worker is still loading its model: try again")
+        async for part in self._source.GetKvSnapshot(request, context):
+            yield part
+
+
+def _model_card(info: EngineInfo) -> ModelCard:
+    return ModelCard(
+        name=info.model,
+        tokenizer=info.tokenizer,
+        format=info.format,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        total_blocks=info.total_blocks,
+        max_num_seqs=info.max_num_seqs,
+        max_batched_tokens=info.max_batched_tokens,
+        eos_token_ids=info.eos_token_ids,
+        capabilities=tuple(sorted(info.capabilities)),
+    )
