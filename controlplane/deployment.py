@@ -41,11 +41,11 @@ class DeploymentState(msgspec.Struct, frozen=True):
 
 
 class RunFolder:
-    """A deployment's folder, claimed by this process until `remove`."""
+    """A deployment's folder, claimed by this process until `remove` or, after a fork, by the child from `leave` on."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
-        self._lock = lock
+        self._lock: int | None = lock
 
     @classmethod
     def claim(cls, deployment: str) -> RunFolder:
@@ -72,8 +72,16 @@ class RunFolder:
         fresh.rename(self.path / "state.json")
 
     def remove(self) -> None:
-        """Gives the name free and leaves nothing on disk."""
-        _remove(self.path, self._lock)
+        """Gives the name free and leaves nothing on disk. Does nothing once it was left."""
+        if self._lock is not None:
+            _remove(self.path, self._lock)
+            self._lock = None
+
+    def leave(self) -> None:
+        """Leaves the folder to the process forked from this one, which holds the same lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def running(deployment: str) -> DeploymentState | None:

@@ -109,13 +109,14 @@ class Supervisor:
             raise failure from None
 
     def pid(self, name: str) -> int:
-        """The process id of a child, the last one when it is between two lives."""
-        return self._children[name].process.pid
+        """The process id of a child; 0 while it is between two lives."""
+        process = self._children[name].process
+        return process.pid if process.running else 0
 
     def mark_ready(self, name: str, pid: int) -> None:
         """Says that this process of a child has come to work; said of an earlier one, it changes nothing."""
         kept = self._children[name]
-        if kept.process.running and kept.process.pid == pid:
+        if pid and self.pid(name) == pid:
             kept.policy.ready()
 
     def kill(self) -> None:

@@ -1,0 +1,21 @@
+"""All settings sections, as one program that starts the others needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cli.up.settings import UpSettings
+from controlplane.settings import CommonSettings
+from engines.settings import EngineSettings
+from services.frontend.settings import FrontendSettings
+
+__all__ = ["ALL_SECTIONS", "SERVICE_SECTIONS"]
+
+# Of two fields of one name, the first keeps the plain flag: --model is the engine's, --port the frontend's.
+SERVICE_SECTIONS: Mapping[str, type] = {
+    "common": CommonSettings,
+    "engine": EngineSettings,
+    "frontend": FrontendSettings,
+}
+
+ALL_SECTIONS: Mapping[str, type] = {"up": UpSettings, **SERVICE_SECTIONS}

@@ -1,0 +1,106 @@
+"""Which processes a deployment on this machine is made of, and what each is told. Starts nothing."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cli.sections import SERVICE_SECTIONS
+from cli.up.settings import UpSettings
+from controlplane.child_process import ChildSpec
+from controlplane.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer, free_port
+from controlplane.settings import CommonSettings, Loaded, as_env
+from engines.settings import EngineSettings
+from services.frontend.settings import FrontendSettings
+
+__all__ = ["Plan", "make_plan"]
+
+# A stage has ended before the one below it is told to stop: the frontend first, so that its running requests find their
+# workers, and last what everybody talks through.
+_SERVERS, _WORKERS, _FRONTEND = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The processes of a deployment, and how to find them."""
+
+    deployment: str
+    children: tuple[ChildSpec, ...]
+    services: Mapping[str, str]
+    """Instance id -> name of the child that runs it."""
+    frontend: str
+    """The frontend's instance id."""
+    servers: tuple[EmbeddedServer, ...]
+    """Those that run as children, under their own names."""
+    etcd: str
+    nats: str
+    model: str
+    """For people: the model as the engine is given it."""
+    drain_timeout_s: float
+
+
+def make_plan(loaded: Loaded, model: str, folder: Path, environment: Mapping[str, str]) -> Plan:
+    """Lays a deployment out. `model` is what the engine is given; data goes below `folder`, logs to `folder`/logs."""
+    up, common = loaded.get(UpSettings), loaded.get(CommonSettings)
+    servers: list[EmbeddedServer] = []
+    if loaded.sources["common.etcd"] == "default":
+        servers.append(etcd := EmbeddedEtcd(folder / "data", free_port(), durable=True))
+        common = replace(common, etcd=etcd.endpoint)
+    if loaded.sources["common.nats"] == "default":
+        servers.append(nats := EmbeddedNats(folder / "data", free_port(), durable=True))
+        common = replace(common, nats=nats.endpoint)
+    if common.log_format == "auto":
+        common = replace(common, log_format="human")
+
+    told = _environment(loaded, replace(loaded.get(EngineSettings), model=model), environment)
+    this_run = secrets.token_hex(3)
+    frontend = loaded.get(FrontendSettings)
+    children = [
+        ChildSpec(server.name, tuple(server.command()), _SERVERS, death_signal=signal.SIGKILL) for server in servers
+    ]
+    services = {}
+
+    def add(service: str, name: str, stage: int, own: CommonSettings, more: dict[str, str]) -> str:
+        instance_id = f"{name}-{this_run}"
+        env = told | as_env("common", replace(own, instance_id=instance_id)) | more
+        children.append(ChildSpec(name, (sys.executable, "-P", "-m", f"services.{service}"), stage, env))
+        services[instance_id] = name
+        return instance_id
+
+    # The ports that were asked for are the frontend's, and stay the same over its restarts.
+    anywhere = replace(common, grpc_port=0, metrics_port=0)
+    add("router", "router", _WORKERS, anywhere, {})
+    for role, count in (("prefill", up.prefill), ("decode", up.decode)):
+        for number in range(1, count + 1):
+            add(role, f"{role}-{number}" if count > 1 else role, _WORKERS, anywhere, {})
+    frontend_id = add(
+        "frontend",
+        "frontend",
+        _FRONTEND,
+        replace(common, grpc_port=common.grpc_port or free_port()),
+        as_env("frontend", replace(frontend, http_port=frontend.http_port or free_port())),
+    )
+    return Plan(
+        deployment=common.deployment,
+        children=tuple(children),
+        services=services,
+        frontend=frontend_id,
+        servers=tuple(servers),
+        etcd=common.etcd,
+        nats=common.nats,
+        model=model,
+        drain_timeout_s=common.drain_timeout_s,
+    )
+
+
+def _environment(loaded: Loaded, engine: EngineSettings, environment: Mapping[str, str]) -> dict[str, str]:
+    """What every service is told: the settings as they were read here, from wherever, and nothing else of ours."""
+    told = {name: value for name, value in environment.items() if not name.startswith("TOKENMILL_")}
+    told |= {name: environment[name] for name in ("TOKENMILL_HOME",) if name in environment}
+    for section, cls in SERVICE_SECTIONS.items():
+        told |= as_env(section, engine if cls is EngineSettings else loaded.get(cls))
+    return told | {"TOKENMILL_SUPERVISED": "1"}

@@ -1,0 +1,121 @@
+"""Waits until a plan's processes are up and a request has truly been answered, and keeps watching them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry
+
+from cli.openai_client import OpenAiClient
+from cli.up.plan import Plan
+from cli.up.progress import Progress
+from controlplane.discovery import Discovery
+from controlplane.embedded import EmbeddedServer
+from controlplane.errors import NotFound, TokenmillError, Unavailable
+from controlplane.instances import Instance, State
+from controlplane.supervisor import Supervisor
+
+__all__ = ["RollCall", "first_answer", "servers_answer", "watched"]
+
+_POLL_S = 0.05
+_ANSWER_TIMEOUT_S = 60.0
+"""Everybody is ready by then: what still fails after this long will not mend itself."""
+_REMOTE_TIMEOUT_S = 15.0
+"""How long after that an answer may still miss the prefill workers, for the router hears of them by itself."""
+
+
+async def servers_answer(servers: Sequence[EmbeddedServer], supervisor: Supervisor, progress: Progress) -> None:
+    """Waits until the embedded servers serve."""
+    for server in servers:
+        while not await asyncio.to_thread(server.ready):  # noqa: ASYNC110  another process makes it true
+            await asyncio.sleep(_POLL_S)
+        supervisor.mark_ready(server.name, supervisor.pid(server.name))
+        progress.ready(server.name)
+
+
+class RollCall:
+    """Which of a plan's services are ready, as discovery sees them; tells the supervisor and the progress."""
+
+    def __init__(self, plan: Plan, discovery: Discovery, supervisor: Supervisor, progress: Progress) -> None:
+        self._plan = plan
+        self._discovery = discovery
+        self._supervisor = supervisor
+        self._progress = progress
+        self._complete = asyncio.Event()
+
+    async def complete(self) -> None:
+        """Waits until all were ready at the same time."""
+        await self._complete.wait()
+
+    def missing(self) -> list[str]:
+        """Names of those that are not ready."""
+        return [name for instance_id, name in self._plan.services.items() if not self._is_ready(instance_id)]
+
+    def instance(self, instance_id: str) -> Instance | None:
+        """What the present process of a service has published of itself."""
+        found = self._discovery.instances.get(instance_id)
+        # A record outlives its process until the lease ends; one of an earlier life says nothing of this one.
+        if found is None or found.pid != self._supervisor.pid(self._plan.services[instance_id]):
+            return None
+        return found
+
+    def look(self) -> None:
+        """Passes on what is new."""
+        for instance_id, name in self._plan.services.items():
+            found = self.instance(instance_id)
+            if found is None:
+                continue
+            if found.state is State.READY:
+                self._supervisor.mark_ready(name, found.pid)
+                self._progress.ready(name)
+            else:
+                self._progress.update(name, found.progress or found.state.value)
+        if not self.missing():
+            self._complete.set()
+
+    def _is_ready(self, instance_id: str) -> bool:
+        found = self.instance(instance_id)
+        return found is not None and found.state is State.READY
+
+
+@asynccontextmanager
+async def watched(plan: Plan, supervisor: Supervisor, progress: Progress) -> AsyncIterator[RollCall]:
+    """Watches a plan's services through discovery."""
+    discovery = await Discovery.connect(plan.etcd, plan.deployment, CollectorRegistry(), timeout_s=None)
+    try:
+        roll = RollCall(plan, discovery, supervisor, progress)
+        unsubscribe = discovery.subscribe(roll.look)
+        roll.look()
+        yield roll
+        unsubscribe()
+    finally:
+        await discovery.close()
+
+
+async def first_answer(client: OpenAiClient, *, remote: bool) -> str:
+    """Asks for a token until one comes, with `remote` through a prefill worker; returns the model's name.
+
+    An answer without a prefill worker is good enough in the end. Raises what the server says when none comes.
+    """
+    started = time.monotonic()
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            (model, *_) = await client.models() or [""]
+            if not model:
+                raise NotFound("no model is served")
+            # A new prompt each time: a known one needs no prefill.
+            async for _ in client.complete(model, f"Attempt {attempt}: are you there?", max_tokens=1):
+                pass
+        except TokenmillError as error:
+            if time.monotonic() - started > _ANSWER_TIMEOUT_S:
+                raise Unavailable(f"every part is up, but no request is answered: {error.message}") from error
+        else:
+            went_remote = client.usage is not None and client.usage.remote_tokens > 0
+            if went_remote or not remote or time.monotonic() - started > _REMOTE_TIMEOUT_S:
+                return model
+        await asyncio.sleep(_POLL_S)

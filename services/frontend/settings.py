@@ -1,0 +1,37 @@
+"""The frontend's settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from controlplane.settings import setting
+
+__all__ = ["FrontendSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendSettings:
+    """Section [frontend]."""
+
+    http_port: int = setting(
+        8000, "port of the OpenAI HTTP API; 0 takes a free one", minimum=0, maximum=65535, flag="--port"
+    )
+    api_keys: str = setting("", "keys clients must send as bearer token, comma separated; none: open", secret=True)
+    max_concurrent_requests: int = setting(
+        1024, "answers in the making at once; further requests get 429", minimum=1, maximum=1_000_000
+    )
+    max_body_mb: int = setting(16, "largest request body, MiB", minimum=1, maximum=1024)
+    max_header_kb: int = setting(32, "largest request head (line and headers), KiB", minimum=1, maximum=1024)
+    request_timeout_s: float = setting(600.0, "longest time one request may take, seconds", minimum=0.001)
+    prefill_timeout_s: float = setting(
+        60.0, "longest wait for a prefill worker before decode computes the prompt itself, seconds", minimum=0.001
+    )
+    schedule_timeout_s: float = setting(
+        0.25, "longest wait for the router before a worker is chosen without it, seconds", minimum=0.001
+    )
+    client_buffer_kb: int = setting(
+        256, "unread output kept for a slow client before its request is cancelled, KiB", minimum=1
+    )
+    min_flush_ms: int = setting(
+        1, "longest time a decode worker lets tokens wait to share a message, milliseconds", minimum=0, maximum=20
+    )
