@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from cli.up.settings import UpSettings
 from controlplane.settings import CommonSettings
 from engines.settings import EngineSettings
+from services.decode.settings import DecodeSettings
 from services.frontend.settings import FrontendSettings
+from services.prefill.settings import PrefillSettings
 
 __all__ = ["ALL_SECTIONS", "SERVICE_SECTIONS"]
 
@@ -16,6 +18,8 @@ SERVICE_SECTIONS: Mapping[str, type] = {
     "common": CommonSettings,
     "engine": EngineSettings,
     "frontend": FrontendSettings,
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
 }
 
 ALL_SECTIONS: Mapping[str, type] = {"up": UpSettings, **SERVICE_SECTIONS}

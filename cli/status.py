@@ -18,7 +18,7 @@ from cli.arguments import add_deployment
 from controlplane.bus import Bus
 from controlplane.deployment import running
 from controlplane.discovery import Discovery
-from controlplane.errors import TokenmillError, Unavailable
+from controlplane.errors import Unavailable
 from controlplane.instances import Instance, State
 from controlplane.kv_wire import load_from_bytes, load_subject
 from controlplane.settings import CommonSettings

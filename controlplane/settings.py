@@ -50,6 +50,7 @@ class _Rules:
     hidden: bool
     flag: str | None
     short: str | None
+    metavar: str | None
 
 
 def setting(
@@ -63,13 +64,15 @@ def setting(
     hidden: bool = False,
     flag: str | None = None,
     short: str | None = None,
+    metavar: str | None = None,
 ) -> Any:
     """A field of a settings section, of a type in `setting_values`. Bounds are inclusive.
 
     `secret` values are never printed, `hidden` ones are left out of --help, `flag` replaces the flag's own name,
-    `short` is a second one, like "-d".
+    `short` is a second one, like "-d"; `metavar` stands for the value in --help.
     """
-    rules = _Rules(help, tuple(choices) if choices is not None else None, minimum, maximum, secret, hidden, flag, short)
+    allowed = tuple(choices) if choices is not None else None
+    rules = _Rules(help, allowed, minimum, maximum, secret, hidden, flag, short, metavar)
     if isinstance(default, dict):
         return field(default_factory=default.copy, metadata={"rules": rules})
     return field(default=default, metadata={"rules": rules})
@@ -79,9 +82,9 @@ def setting(
 class CommonSettings:
     """What every service needs."""
 
-    etcd: str = setting("127.0.0.1:2379", "etcd servers, host:port, comma separated")
-    nats: str = setting("nats://127.0.0.1:4222", "NATS server")
-    deployment: str = setting("default", "name of the deployment; those of different names never meet")
+    etcd: str = setting("127.0.0.1:2379", "etcd servers, comma separated", metavar="HOST:PORT")
+    nats: str = setting("nats://127.0.0.1:4222", "NATS server", metavar="URL")
+    deployment: str = setting("default", "name of the deployment; those of different names never meet", metavar="NAME")
     instance_id: str = setting("", "name of this instance, unique in the deployment; made when empty")
     bind: str = setting("127.0.0.1", "address every listener binds to")
     advertise: str = setting("", "host others reach this by; default: bind, or the host name if bind is a wildcard")
@@ -228,7 +231,7 @@ def _read_flags(
     parser.add_argument("--config", metavar="FILE", help=f"TOML file with settings [env {_PREFIX}CONFIG]")
     groups = {section: parser.add_argument_group(section) for section in dict.fromkeys(one.section for one in settings)}
     for known in settings:
-        form: dict[str, Any] = {"metavar": known.name.rsplit("_", 1)[-1].upper()}
+        form: dict[str, Any] = {"metavar": known.rules.metavar or known.name.rsplit("_", 1)[-1].upper()}
         if known.type is bool:
             form = {"action": argparse.BooleanOptionalAction}
         elif known.rules.choices:

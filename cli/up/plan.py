@@ -98,9 +98,13 @@ def make_plan(loaded: Loaded, model: str, folder: Path, environment: Mapping[str
 
 
 def _environment(loaded: Loaded, engine: EngineSettings, environment: Mapping[str, str]) -> dict[str, str]:
-    """What every service is told: the settings as they were read here, from wherever, and nothing else of ours."""
+    """What every service is told alike: the settings as they were read here, from wherever, and nothing else of ours.
+
+    All but [common], of which each service has its own.
+    """
     told = {name: value for name, value in environment.items() if not name.startswith("TOKENMILL_")}
     told |= {name: environment[name] for name in ("TOKENMILL_HOME",) if name in environment}
     for section, cls in SERVICE_SECTIONS.items():
-        told |= as_env(section, engine if cls is EngineSettings else loaded.get(cls))
+        if cls is not CommonSettings:
+            told |= as_env(section, engine if cls is EngineSettings else loaded.get(cls))
     return told | {"TOKENMILL_SUPERVISED": "1"}

@@ -1,0 +1,93 @@
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from cli.sections import ALL_SECTIONS
+from cli.up.plan import Plan, make_plan
+from controlplane.child_process import ChildSpec
+from controlplane.settings import load
+
+
+def _plan(folder: Path, argv: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Plan:
+    loaded = load(ALL_SECTIONS, argv, env or {}, prog="up")
+    return make_plan(loaded, "/models/m", folder, env or {})
+
+
+def _env(plan: Plan, name: str) -> Mapping[str, str]:
+    (child,) = (child for child in plan.children if child.name == name)
+    assert child.env is not None
+    return child.env
+
+
+def _names(plan: Plan) -> list[str]:
+    return [child.name for child in plan.children]
+
+
+def test_a_deployment_is_its_servers_a_router_its_workers_and_a_frontend(tmp_path: Path) -> None:
+    plan = _plan(tmp_path)
+    assert _names(plan) == ["etcd", "nats", "router", "prefill", "decode", "frontend"]
+    assert sorted(plan.services.values()) == ["decode", "frontend", "prefill", "router"]
+
+
+def test_several_workers_of_a_role_are_numbered(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, ["--prefill", "2", "--decode", "3"])
+    assert _names(plan)[3:8] == ["prefill-1", "prefill-2", "decode-1", "decode-2", "decode-3"]
+
+
+def test_external_servers_are_used_and_not_started(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, ["--etcd", "10.0.0.1:2379", "--nats", "nats://10.0.0.2:4222"])
+    assert plan.servers == ()
+    assert "etcd" not in _names(plan)
+    assert _env(plan, "router")["TOKENMILL_ETCD"] == "10.0.0.1:2379"
+    assert _env(plan, "decode")["TOKENMILL_NATS"] == "nats://10.0.0.2:4222"
+
+
+def test_the_frontend_stops_first_and_the_servers_last(tmp_path: Path) -> None:
+    stages = {child.name: child.stage for child in _plan(tmp_path).children}
+    assert stages["frontend"] > stages["decode"] == stages["prefill"] == stages["router"] > stages["etcd"]
+    assert stages["etcd"] == stages["nats"]
+
+
+def test_services_are_told_what_was_read_here_wherever_it_came_from(tmp_path: Path) -> None:
+    file = tmp_path / "tokenmill.toml"
+    file.write_text("[engine]\nseed = 7\n[frontend]\nmax_body_mb = 3\n")
+    env = {"TOKENMILL_CONFIG": str(file), "TOKENMILL_ENGINE_DTYPE": "float32", "PATH": "/bin"}
+    plan = _plan(tmp_path, ["--max-model-len", "512"], env)
+    told = _env(plan, "decode")
+    assert told["PATH"] == "/bin"
+    assert told["TOKENMILL_ENGINE_SEED"] == "7"
+    assert told["TOKENMILL_ENGINE_DTYPE"] == "float32"
+    assert told["TOKENMILL_ENGINE_MAX_MODEL_LEN"] == "512"
+    assert told["TOKENMILL_ENGINE_MODEL"] == "/models/m"
+    assert told["TOKENMILL_SUPERVISED"] == "1"
+    assert "TOKENMILL_CONFIG" not in told
+    assert _env(plan, "frontend")["TOKENMILL_FRONTEND_MAX_BODY_MB"] == "3"
+
+
+def test_a_flag_that_sets_a_default_back_wins_over_the_environment(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, ["--seed", "0"], {"TOKENMILL_ENGINE_SEED": "7"})
+    assert "TOKENMILL_ENGINE_SEED" not in _env(plan, "decode")
+
+
+def test_ports_asked_for_are_the_frontends_alone_and_survive_its_restart(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, ["--port", "0", "--grpc-port", "5555", "--metrics-port", "6666"])
+    frontend = _env(plan, "frontend")
+    assert int(frontend["TOKENMILL_FRONTEND_HTTP_PORT"]) > 0
+    assert (frontend["TOKENMILL_GRPC_PORT"], frontend["TOKENMILL_METRICS_PORT"]) == ("5555", "6666")
+    assert "TOKENMILL_GRPC_PORT" not in _env(plan, "decode")
+    assert "TOKENMILL_METRICS_PORT" not in _env(plan, "router")
+
+
+def test_instance_ids_tell_who_it_is_and_differ_between_runs(tmp_path: Path) -> None:
+    one, two = _plan(tmp_path), _plan(tmp_path)
+    assert not one.services.keys() & two.services.keys()
+    assert all(instance_id.startswith(f"{name}-") for instance_id, name in one.services.items())
+
+
+@pytest.mark.parametrize("service", ["router", "prefill", "decode", "frontend"])
+def test_a_service_runs_as_a_module_and_never_from_the_current_folder(tmp_path: Path, service: str) -> None:
+    (child,) = (child for child in _plan(tmp_path).children if child.name == service)
+    assert isinstance(child, ChildSpec)
+    assert child.command == (sys.executable, "-P", "-m", f"services.{service}")
