@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from prometheus_client import CollectorRegistry, Counter
@@ -35,6 +36,8 @@ from engines.host.started import StartedEngine
 __all__ = ["DecodeLimits", "LiveRequests"]
 
 _RETRY_AFTER_S = 1.0
+_ENGINE_GRACE_S = 0.1
+"""When a request is ended early: how long to wait for the engine's account of it (usage, what became of the KV)."""
 _MAX_FAILURE_CHARS = 2000
 """An engine's error text is cut here, so that a long trace cannot fill a message."""
 
@@ -67,8 +70,8 @@ class _Live:
     """One request, from its admission until the engine has let go of it."""
 
     __slots__ = (
-        "admitted", "completion_tokens", "deadline", "handle", "kv_outcome", "open", "prompt_tokens", "request_id",
-        "slot", "stream",
+        "admitted", "completion_tokens", "ending", "handle", "kv_outcome", "prompt_tokens", "request_id", "slot",
+        "stream", "timer", "told",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, stream: AttachStream, slot: Slot) -> None:
@@ -81,15 +84,23 @@ class _Live:
         self.kv_outcome = KvOutcome.NONE
         """Why a handle was not given to the engine."""
         self.completion_tokens = 0
-        self.deadline: asyncio.TimerHandle | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        """Ends the request when its time is over; once it is ending, tells so without the engine."""
         self.admitted = False
         """The engine has taken it."""
-        self.open = True
-        """Its end has not been told yet. What the engine still says after that is not passed on."""
+        self.ending: tuple[FinishReason, TokenmillError | None] | None = None
+        """How it ends, where that is decided here. No token is passed on any more."""
+        self.told = False
+        """The frontend has been told of the end."""
 
     def usage(self) -> Usage:
         """As far as this worker counted itself."""
         return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.completion_tokens)
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class LiveRequests:
@@ -154,19 +165,19 @@ class LiveRequests:
         self._idle.clear()
         if timeout_s:
             error = DeadlineExceeded(f"the answer took longer than the {timeout_s:g} s it was given")
-            live.deadline = self._loop.call_later(timeout_s, self._end, live, FinishReason.ERROR, error)
+            live.timer = self._loop.call_later(timeout_s, self._end, live, FinishReason.ERROR, error)
         try:
             await self._engine.generate(self._with_worthy_handle(live, request, handle_age_s), self._on_step)
         except BaseException:
             # Refused, or the caller left while the engine was deciding.
-            if live.open:
-                live.open = False
+            if not live.told:
+                live.told = True
                 stream.outbox.close(live.slot)
             self._engine.abort(live.request_id)
-            self._forget(live, KvOutcome.NONE)
+            self._remove(live)
             raise
         live.admitted = True
-        if not live.open:
+        if live.ending is not None:
             self._abort(live)
 
     def cancel(self, request_ids: Iterable[str]) -> int:
@@ -174,7 +185,7 @@ class LiveRequests:
         cancelled = 0
         for request_id in request_ids:
             live = self._live.get(request_id)
-            if live is not None and live.open:
+            if live is not None and live.ending is None:
                 cancelled += 1
                 self._end(live, FinishReason.CANCELLED, None)
         return cancelled
@@ -189,6 +200,9 @@ class LiveRequests:
             self._log.warning("requests outlasted the drain", requests=len(self._live))
             for live in list(self._live.values()):
                 self._end(live, FinishReason.ERROR, Unavailable("the worker was stopped before the answer was whole"))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(2 * _ENGINE_GRACE_S):
+                    await self._idle.wait()
 
     def close(self) -> None:
         """Lets every stream end once it has sent what it has."""
@@ -222,7 +236,7 @@ class LiveRequests:
             if live is None:
                 continue
             token_ids = output.token_ids
-            if token_ids and live.open:
+            if token_ids and live.ending is None:
                 tokens += len(token_ids)
                 unsent_bytes = live.stream.push(
                     live.slot, token_ids, output.logprobs, at_once=not live.completion_tokens
@@ -236,9 +250,12 @@ class LiveRequests:
             self._metrics.tokens.inc(tokens)
 
     def _engine_ended(self, live: _Live, output: StepOutput, reason: FinishReason) -> None:
-        if live.open:
-            outcome = live.kv_outcome if live.kv_outcome is not KvOutcome.NONE else output.kv_outcome
-            self._tell_end(live, reason, output.usage or live.usage(), outcome, _error(output.failure))
+        error = _error(output.failure)
+        usage = output.usage or live.usage()
+        if live.ending is not None:
+            reason, error = live.ending
+            usage = replace(usage, completion_tokens=live.completion_tokens)  # what the frontend got
+        self._tell_end(live, reason, error, usage, output.kv_outcome)
         self._forget(live, output.kv_outcome)
 
     def _overflow(self, live: _Live, unsent_bytes: int) -> None:
@@ -248,40 +265,55 @@ class LiveRequests:
 
     def _end(self, live: _Live, reason: FinishReason, error: TokenmillError | None) -> None:
         """Ends a request before its engine does, and stops the engine's work on it."""
-        if live.open:
-            self._tell_end(live, reason, live.usage(), live.kv_outcome, error)
+        if live.ending is None:
+            live.ending = reason, error
+            live.stop_timer()
+            live.timer = self._loop.call_later(_ENGINE_GRACE_S, self._tell_end, live, reason, error)
             # Not at once: this may be running inside the engine's own call of its sink.
             self._loop.call_soon(self._abort, live)
 
     def _tell_end(
-        self, live: _Live, reason: FinishReason, usage: Usage, outcome: KvOutcome, error: TokenmillError | None
+        self,
+        live: _Live,
+        reason: FinishReason,
+        error: TokenmillError | None,
+        usage: Usage | None = None,
+        outcome: KvOutcome = KvOutcome.NONE,
     ) -> None:
-        live.open = False
-        if live.deadline is not None:
-            live.deadline.cancel()
-        live.stream.finish(live.slot, finished_to_proto(live.slot.number, reason, usage, outcome, error))
+        live.stop_timer()
+        if live.told:
+            return
+        live.told = True
+        if live.kv_outcome is not KvOutcome.NONE:
+            outcome = live.kv_outcome
+        finished = finished_to_proto(live.slot.number, reason, usage or live.usage(), outcome, error)
+        live.stream.finish(live.slot, finished)
         self._metrics.requests.labels(reason.name.lower()).inc()
         if error is not None:
             self._log.warning("request failed", request_id=live.request_id, code=error.code, reason=error.message)
 
     def _abort(self, live: _Live) -> None:
-        if live.admitted and self._live.get(live.request_id) is live and not self._engine.abort(live.request_id):
+        """Stops the engine's work on a request that is ending; its sink then hears of the end."""
+        if not live.admitted or self._live.get(live.request_id) is not live:
+            return
+        if not self._engine.abort(live.request_id) and live.ending is not None:
+            self._tell_end(live, *live.ending)
             self._forget(live, KvOutcome.NONE)
 
     def _forget(self, live: _Live, outcome: KvOutcome) -> None:
         """The engine has let go of the request; `outcome` is what it says became of the KV."""
-        if self._live.get(live.request_id) is not live:
-            return
-        del self._live[live.request_id]
-        if not self._live:
-            self._idle.set()
-        if live.deadline is not None:
-            live.deadline.cancel()
+        self._remove(live)
         if live.kv_outcome is not KvOutcome.NONE:
             outcome = live.kv_outcome
         elif live.handle is not None and outcome in (KvOutcome.NONE, KvOutcome.UNREACHABLE):
             self._release(live.handle)  # the engine did not come to read it
         self._metrics.handoffs.labels(outcome.name.lower()).inc()
+
+    def _remove(self, live: _Live) -> None:
+        live.stop_timer()
+        del self._live[live.request_id]
+        if not self._live:
+            self._idle.set()
 
 
 def _error(failure: Failure | None) -> TokenmillError | None:

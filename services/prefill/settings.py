@@ -1,0 +1,22 @@
+"""The [prefill] section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from controlplane.settings import setting
+from engines.host.prefill_service import PrefillLimits
+
+__all__ = ["PrefillSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillSettings:
+    """The bounds of a prefill worker. How long KV is held is [engine] kv_lease_s."""
+
+    max_waiting: int = setting(256, "most prompts beyond max_num_seqs before new ones are refused", minimum=0)
+    stall_timeout_s: float = setting(120.0, "the worker fails after so long without an engine step", minimum=1)
+
+    def limits(self) -> PrefillLimits:
+        """As the worker host takes them."""
+        return PrefillLimits(max_waiting=self.max_waiting)
