@@ -1,0 +1,190 @@
+"""One answer as it comes: tokens in, text out. The hot path; nothing here awaits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tokenmill.common.v1 import common_pb2
+from tokenmill.decode.v1 import decode_pb2
+
+from controlplane.errors import EngineFailed, TokenmillError, Unavailable
+from controlplane.grpc_errors import from_proto
+from engines.base import FinishReason, Usage
+from services.frontend.detokenizer import Detokenizer
+from services.frontend.generation import Generation
+from services.frontend.metrics import FrontendMetrics
+from services.frontend.stops import StopStrings
+
+__all__ = ["Answer", "Listener", "Logprobs"]
+
+Logprobs = Sequence[decode_pb2.PositionLogprobs]
+"""One entry a token: the chosen one first, then the best ones."""
+
+
+class Listener(Protocol):
+    """Who is told of an answer, in the same pass that its tokens came in. Must not block nor raise."""
+
+    def on_output(self, index: int, text: str, token_ids: Sequence[int], logprobs: Logprobs) -> None:
+        """New tokens, and the text that became certain with them, which may be none."""
+
+    def on_end(self, index: int, reason: FinishReason, usage: Usage) -> None:
+        """After the last output. Not called for an answer that fails."""
+
+    def on_restart(self, index: int) -> bool:
+        """Forgets the answer so far, to be told it from the beginning. False: some of it has left already."""
+
+
+class Answer:
+    """Owns what is known of one answer. The decode stream feeds it, the dispatcher awaits `ended`."""
+
+    __slots__ = (
+        "_beginnings",
+        "_detokenizer",
+        "_end_token_ids",
+        "_last_at",
+        "_listener",
+        "_metrics",
+        "_started_at",
+        "_stopped",
+        "_stops",
+        "completion_tokens",
+        "ended",
+        "generation",
+        "index",
+        "on_stop",
+        "request_id",
+        "ttft_s",
+        "usage",
+    )
+
+    ended: asyncio.Future[None]
+    """Done when the answer is complete, or with the error that ended it."""
+    _detokenizer: Detokenizer
+    _stops: StopStrings | None
+
+    def __init__(self, generation: Generation, index: int, listener: Listener, metrics: FrontendMetrics) -> None:
+        self.generation = generation
+        self.index = index
+        self._listener = listener
+        self._metrics = metrics
+        self.on_stop: Callable[[], None] = lambda: None
+        """Called when a stop string ended the answer before the worker did."""
+        eos = () if generation.sampling.ignore_eos else generation.model.card.eos_token_ids
+        self._end_token_ids = frozenset((*generation.sampling.stop_token_ids, *eos))
+        self._started_at = asyncio.get_running_loop().time()
+        self.request_id = generation.request_id
+        """Names it on the workers. Another one for every beginning: what is late must not meet what is new."""
+        self._beginnings = 0
+        self._begin()
+
+    def restart(self) -> bool:
+        """Begins anew, for another worker. False: the client has some of it already."""
+        if not self._listener.on_restart(self.index):
+            return False
+        self._begin()
+        return True
+
+    def _begin(self) -> None:
+        generation = self.generation
+        self._beginnings += 1
+        if self._beginnings > 1:
+            self.request_id = f"{generation.request_id}.{self._beginnings}"
+        self._detokenizer = generation.model.tokenizer.detokenizer()
+        self._stops = StopStrings(generation.stop) if generation.stop else None
+        self._stopped = False
+        self._last_at = 0.0
+        self.ttft_s: float | None = None
+        self.completion_tokens = 0
+        self.usage = Usage(len(generation.prompt), 0)
+        self.ended = asyncio.get_running_loop().create_future()
+        # Whoever awaits it may have gone when it fails; that is no news then.
+        self.ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+
+    def take(self, token_ids: Sequence[int], logprobs: Logprobs, now: float) -> None:
+        """New tokens, in the pass over the message they came in."""
+        if self._stopped or self.ended.done():
+            return
+        if self.ttft_s is None:
+            self.ttft_s = now - self._started_at
+            self._metrics.ttft.observe(self.ttft_s)
+        else:
+            count = len(token_ids)
+            self._metrics.itl.observe((now - self._last_at) / count, count)
+        self._last_at = now
+        if self._stops is not None:
+            self._take_until_stop(token_ids, logprobs)
+            return
+        self.completion_tokens += len(token_ids)
+        self._deliver(self._text_of(token_ids), token_ids, logprobs)
+
+    def finish(self, finished: decode_pb2.Finished) -> None:
+        """The worker is done with it."""
+        if self.ended.done():
+            return
+        if finished.HasField("usage"):
+            usage = finished.usage
+            self.usage = Usage(
+                len(self.generation.prompt), usage.completion_tokens, usage.cached_tokens, usage.remote_tokens
+            )
+        if self._stopped:
+            self._end(FinishReason.STOP)
+        elif finished.reason == common_pb2.FINISH_REASON_ERROR:
+            self.fail(from_proto(finished.error) if finished.HasField("error") else EngineFailed("the engine failed"))
+        elif finished.reason == common_pb2.FINISH_REASON_CANCELLED:
+            self.fail(Unavailable("the worker gave the request up before its answer was complete"))
+        else:
+            self._finish_text(FinishReason(finished.reason))
+
+    def fail(self, error: TokenmillError) -> None:
+        """It cannot go on, unless a stop string has ended it already and only the worker's last word was missing."""
+        if self.ended.done():
+            return
+        if self._stopped:
+            self._end(FinishReason.STOP)
+        else:
+            self.ended.set_exception(error)
+
+    def _take_until_stop(self, token_ids: Sequence[int], logprobs: Logprobs) -> None:
+        """Token by token, so that usage counts exactly those the text needed."""
+        assert self._stops is not None
+        text = ""
+        for count, token_id in enumerate(token_ids, 1):
+            self.completion_tokens += 1
+            new = self._text_of((token_id,))
+            if self.completion_tokens > self.generation.sampling.min_tokens:
+                new, self._stopped = self._stops.feed(new)
+            text += new
+            if self._stopped:
+                self._deliver(text, token_ids[:count], logprobs[:count])
+                self.on_stop()
+                return
+        self._deliver(text, token_ids, logprobs)
+
+    def _finish_text(self, reason: FinishReason) -> None:
+        """What detokenizer and stop strings kept back is text after all, unless it completes a stop string."""
+        text = self._detokenizer.finish()
+        if self._stops is not None:
+            text, stopped = self._stops.feed(text)
+            if stopped:
+                reason = FinishReason.STOP
+            text += self._stops.finish()
+        self._deliver(text, (), ())
+        self.completion_tokens = max(self.completion_tokens, self.usage.completion_tokens)
+        self._end(reason)
+
+    def _text_of(self, token_ids: Sequence[int]) -> str:
+        if not self._end_token_ids.isdisjoint(token_ids):
+            token_ids = [token_id for token_id in token_ids if token_id not in self._end_token_ids]
+        return self._detokenizer.feed(token_ids)
+
+    def _deliver(self, text: str, token_ids: Sequence[int], logprobs: Logprobs) -> None:
+        if text or token_ids:
+            self._listener.on_output(self.index, text, token_ids, logprobs)
+
+    def _end(self, reason: FinishReason) -> None:
+        seen = self.usage
+        self.usage = Usage(seen.prompt_tokens, self.completion_tokens, seen.cached_tokens, seen.remote_tokens)
+        self.ended.set_result(None)
+        self._listener.on_end(self.index, reason, self.usage)

@@ -1,0 +1,262 @@
+"""Takes one answer through the workers: place, prefill, decode; and what to do when one of them fails.
+
+    place    Router.Schedule; without an answer in time, the decode worker with the fewest of our own answers ("blind")
+    prefill  Prefill.Run where the router says so; when it fails, decode computes the prompt itself
+    decode   Decode.Submit; the answer comes over the worker's Attach stream
+
+A decode worker that refuses or is lost is left out and the answer begins anew elsewhere, as long as nothing of it has
+reached the client. `_may_retry` alone decides that; carrying a half-sent answer to another worker belongs there too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import grpc
+from tokenmill.common.v1 import common_pb2
+from tokenmill.decode.v1 import decode_pb2
+from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
+from tokenmill.router.v1 import router_pb2, router_pb2_grpc
+
+from controlplane.channels import Channels
+from controlplane.discovery import Discovery
+from controlplane.errors import Cancelled, DeadlineExceeded, InvalidRequest, Overloaded, TokenmillError, Unavailable
+from controlplane.grpc_errors import from_rpc_error
+from controlplane.instances import State
+from controlplane.telemetry import get_logger
+from services.frontend.answer import Answer
+from services.frontend.decode_streams import DecodeStreams
+from services.frontend.generation import Generation
+from services.frontend.metrics import FrontendMetrics
+from services.frontend.models import Models
+from services.frontend.reports import Reports
+from services.frontend.sampling import sampling_to_proto
+from services.frontend.settings import FrontendSettings
+
+__all__ = ["Dispatcher"]
+
+_ATTEMPTS = 3
+_RELEASE_TIMEOUT_S = 2.0
+_NO_RETRY = (InvalidRequest, DeadlineExceeded, Cancelled)
+"""Another worker would say the same, or nobody waits for the answer any more."""
+
+
+@dataclass(slots=True)
+class _Placement:
+    """Where one attempt runs."""
+
+    decode: router_pb2.Target
+    prefill: router_pb2.Target | None = None
+    router: str = ""
+    """Address of the router that decided; empty: nobody did."""
+
+
+@dataclass(slots=True)
+class _HeldKv:
+    """A handle nobody has read yet, and when it came."""
+
+    handle: common_pb2.KvHandle
+    received_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+
+    def aged(self) -> common_pb2.KvHandle:
+        """With the lease that is left now."""
+        passed_ms = round((asyncio.get_running_loop().time() - self.received_at) * 1000)
+        self.handle.remaining_lease_ms = max(self.handle.remaining_lease_ms - passed_ms, 0)
+        return self.handle
+
+
+class Dispatcher:
+    """Runs answers, any number at once. `maintain` owns the work that outlives a request."""
+
+    def __init__(
+        self,
+        settings: FrontendSettings,
+        discovery: Discovery,
+        seed: int,
+        channels: Channels,
+        models: Models,
+        streams: DecodeStreams,
+        reports: Reports,
+        metrics: FrontendMetrics,
+    ) -> None:
+        self._settings = settings
+        self._discovery = discovery
+        self._seed = seed
+        self._channels = channels
+        self._models = models
+        self._streams = streams
+        self._reports = reports
+        self._metrics = metrics
+        self._to_release: asyncio.Queue[common_pb2.KvHandle] = asyncio.Queue()
+        self._log = get_logger(__name__)
+
+    async def run(self, answer: Answer) -> None:
+        """Returns when the answer is complete. Raises what ended it; cancelling it cancels the work on every worker."""
+        self._metrics.prompt_tokens.inc(len(answer.generation.prompt))
+        excluded: list[str] = []
+        refusal: TokenmillError | None = None
+        while True:
+            try:
+                placement = await self._place(answer, excluded)
+            except Unavailable as error:
+                # Nobody is left: what the last one tried said is the better answer.
+                raise refusal or error from None
+            try:
+                return await self._attempt(answer, placement)
+            except TokenmillError as error:
+                excluded.append(placement.decode.instance_id)
+                if not self._may_retry(answer, error, attempts=len(excluded)):
+                    raise
+                refusal = error
+                self._metrics.retries.labels(error.code).inc()
+                self._log.warning(
+                    "request begins again on another worker",
+                    request_id=answer.request_id,
+                    left=placement.decode.instance_id,
+                    reason=error.message,
+                )
+
+    async def maintain(self) -> None:
+        """Gives back KV that nobody will read, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                handle = await self._to_release.get()
+                tasks.create_task(self._release(handle), name=f"release {handle.handle_id}")
+
+    def _may_retry(self, answer: Answer, error: TokenmillError, *, attempts: int) -> bool:
+        """Whether the answer begins anew elsewhere. An answer the client has some of ends with the error, for now."""
+        return attempts < _ATTEMPTS and not isinstance(error, _NO_RETRY) and answer.restart()
+
+    async def _attempt(self, answer: Answer, placement: _Placement) -> None:
+        generation = answer.generation
+        kv = await self._prefill(answer, placement)
+        try:
+            stream = await self._streams.get(placement.decode.address)
+            slot = stream.add(answer)
+        except BaseException:
+            self._give_back(kv)
+            raise
+        accepted = finished = False
+        try:
+            request = decode_pb2.SubmitRequest(
+                request_id=answer.request_id,
+                model=generation.model.name,
+                attach_id=stream.attach_id,
+                slot=slot,
+                prompt_token_ids=generation.prompt,
+                sampling=sampling_to_proto(generation.sampling),
+                kv=kv.aged() if kv is not None else None,
+                timeout_ms=max(round(_left_s(generation) * 1000), 1),
+                priority=generation.priority,
+            )
+            try:
+                await stream.stub.Submit(request, timeout=_left_s(generation), metadata=_metadata(generation))
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from None
+            accepted = True
+            await asyncio.shield(answer.ended)
+            finished = True
+        finally:
+            # A worker that only may have heard of the request is told to cancel it too.
+            stream.forget(slot, cancel=not finished)
+            if not accepted:
+                self._give_back(kv)
+            self._report_end(answer, placement)
+
+    async def _place(self, answer: Answer, excluded: list[str]) -> _Placement:
+        generation = answer.generation
+        routers = [one for one in self._discovery.by_service("router") if one.state in (State.READY, State.SUSPECT)]
+        if routers:
+            router = min(routers, key=lambda one: (one.state is not State.READY, one.instance_id)).address
+            request = router_pb2.ScheduleRequest(
+                request_id=answer.request_id,
+                model=generation.model.name,
+                block_hashes=generation.block_hashes(self._seed),
+                prompt_tokens=len(generation.prompt),
+                max_tokens=generation.sampling.max_tokens or 0,
+                excluded_instances=excluded,
+                priority=generation.priority,
+            )
+            stub = router_pb2_grpc.RouterStub(self._channels.get(router))
+            try:
+                placed = await stub.Schedule(
+                    request, timeout=self._settings.schedule_timeout_s, metadata=_metadata(generation)
+                )
+                return _Placement(placed.decode, placed.prefill if placed.HasField("prefill") else None, router)
+            except grpc.aio.AioRpcError as failed:
+                error = from_rpc_error(failed)
+                if isinstance(error, Overloaded | InvalidRequest):
+                    raise error from None
+                self._log.warning("placed without the router", router=router, reason=error.message)
+        return self._place_blind(generation, excluded)
+
+    def _place_blind(self, generation: Generation, excluded: list[str]) -> _Placement:
+        self._metrics.blind.inc()
+        candidates = [one for one in self._models.workers(generation.model.name) if one.instance_id not in excluded]
+        if not candidates:
+            raise Unavailable(
+                f"no worker can serve the model {generation.model.name!r} now; try again later", retry_after_s=1.0
+            )
+        chosen = min(candidates, key=lambda one: self._streams.load(one.address))
+        return _Placement(router_pb2.Target(instance_id=chosen.instance_id, epoch=chosen.epoch, address=chosen.address))
+
+    async def _prefill(self, answer: Answer, placement: _Placement) -> _HeldKv | None:
+        """None: decode computes the prompt, as planned or because the prefill worker failed."""
+        generation = answer.generation
+        if placement.prefill is None:
+            return None
+        stub = prefill_pb2_grpc.PrefillStub(self._channels.get(placement.prefill.address))
+        request = prefill_pb2.RunRequest(
+            request_id=answer.request_id,
+            model=generation.model.name,
+            prompt_token_ids=generation.prompt,
+            sampling=sampling_to_proto(generation.sampling),
+            priority=generation.priority,
+        )
+        timeout = min(self._settings.prefill_timeout_s, _left_s(generation))
+        try:
+            done = await stub.Run(request, timeout=timeout, metadata=_metadata(generation))
+        except grpc.aio.AioRpcError as failed:
+            error = from_rpc_error(failed)
+            self._metrics.prefill_fallbacks.labels(error.code).inc()
+            self._log.warning(
+                "remote prefill failed; decode computes the prompt",
+                request_id=answer.request_id,
+                prefill=placement.prefill.instance_id,
+                reason=error.message,
+            )
+            return None
+        outcome = router_pb2.PrefillDone(cached_tokens=done.cached_tokens, elapsed_ms=done.elapsed_ms)
+        self._reports.add(placement.router, router_pb2.Outcome(request_id=answer.request_id, prefill_done=outcome))
+        return _HeldKv(done.handle)
+
+    def _report_end(self, answer: Answer, placement: _Placement) -> None:
+        request_id = answer.request_id
+        if answer.ttft_s is not None:
+            first = router_pb2.FirstToken(ttft_ms=round(answer.ttft_s * 1000))
+            self._reports.add(placement.router, router_pb2.Outcome(request_id=request_id, first_token=first))
+        freed = router_pb2.Freed(cached_tokens=answer.usage.cached_tokens, completion_tokens=answer.completion_tokens)
+        self._reports.add(placement.router, router_pb2.Outcome(request_id=request_id, freed=freed))
+
+    def _give_back(self, kv: _HeldKv | None) -> None:
+        if kv is not None:
+            self._to_release.put_nowait(kv.handle)
+
+    async def _release(self, handle: common_pb2.KvHandle) -> None:
+        stub = prefill_pb2_grpc.PrefillStub(self._channels.get(handle.address))
+        request = prefill_pb2.ReleaseRequest(handle_id=handle.handle_id, epoch=handle.epoch)
+        try:
+            await stub.Release(request, timeout=_RELEASE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            self._log.info(
+                "KV was not given back; its lease will end", handle=handle.handle_id, reason=error.code().name
+            )
+
+
+def _left_s(generation: Generation) -> float:
+    return max(generation.deadline - asyncio.get_running_loop().time(), 0.001)
+
+
+def _metadata(generation: Generation) -> tuple[tuple[str, str], ...]:
+    return (("x-request-id", generation.trace_id),)

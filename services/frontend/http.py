@@ -1,0 +1,233 @@
+"""The OpenAI HTTP API: routes, and one handler for each.
+
+POST /v1/chat/completions, /v1/completions      GET /v1/models, /v1/models/{name}
+GET /health (alive), /ready (some model can be served now), /metrics
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+import orjson
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from controlplane.errors import Cancelled, TokenmillError, Unavailable
+from controlplane.telemetry import get_logger
+from engines.base import FinishReason, Usage
+from services.frontend.answer import Logprobs
+from services.frontend.event_stream import EventStream
+from services.frontend.front_door import FrontDoor
+from services.frontend.generation import Generation
+from services.frontend.http_exchange import ClientGone, Exchange
+from services.frontend.models import ServedModel
+from services.frontend.openai_errors import MethodNotAllowed, RouteNotFound, error_body, error_headers
+from services.frontend.openai_requests import Options, read_chat, read_completion
+from services.frontend.openai_responses import (
+    DONE,
+    ChatEvents,
+    CompletionEvents,
+    Events,
+    WholeAnswer,
+    chat_body,
+    completion_body,
+)
+
+__all__ = ["HttpApi"]
+
+_LAST_BYTES_TIMEOUT_S = 5.0
+"""Longest wait for a slow client to take the end of its stream."""
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+class HttpApi:
+    """An ASGI application."""
+
+    def __init__(self, door: FrontDoor, registry: CollectorRegistry) -> None:
+        self._door = door
+        self._registry = registry
+        self._log = get_logger(__name__)
+        self._routes: dict[str, tuple[str, Handler]] = {
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._completions),
+            "/v1/models": ("GET", self._models),
+            "/health": ("GET", self._health),
+            "/ready": ("GET", self._ready),
+            "/metrics": ("GET", self._metrics),
+        }
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """One request. Every error becomes a response here, and only here."""
+        exchange = Exchange(scope, receive, send)
+        try:
+            exchange.request_id = self._door.trace_id("")
+            handler = self._route(exchange)
+            exchange.request_id = self._door.trace_id(exchange.header(b"x-request-id"))
+            if exchange.path.startswith("/v1/"):
+                self._door.authenticate(exchange.header(b"authorization"))
+            await handler(exchange)
+        except ClientGone:
+            exchange.status = Cancelled.http_status
+        except TokenmillError as error:
+            await self._refuse(exchange, error)
+        except Exception as error:  # the client gets an answer, the log the cause
+            self._log.error("request failed unexpectedly", request_id=exchange.request_id, exc_info=error)
+            await self._refuse(exchange, TokenmillError("internal error; the frontend's log says more"))
+        endpoint = exchange.path if exchange.path in self._routes else "other"
+        self._door.metrics.requests.labels(endpoint, str(exchange.status)).inc()
+
+    def _route(self, exchange: Exchange) -> Handler:
+        path = exchange.path
+        method, handler = ("GET", self._model) if path.startswith("/v1/models/") else self._routes.get(path, ("", None))
+        if handler is None:
+            raise RouteNotFound(f"there is no {path[:200]}; this API has: {', '.join(self._routes)}")
+        if exchange.method != method and not (exchange.method == "HEAD" and method == "GET"):
+            raise MethodNotAllowed(f"{path[:200]} takes {method}, not {exchange.method}")
+        return handler
+
+    async def _refuse(self, exchange: Exchange, error: TokenmillError) -> None:
+        if exchange.status:  # it has begun, and has ended itself or cannot be mended
+            return
+        self._log.info(
+            "request refused",
+            request_id=exchange.request_id,
+            path=exchange.path[:200],
+            status=error.http_status,
+            code=error.code,
+            param=error.param,
+        )
+        await exchange.reply(error.http_status, error_body(error), error_headers(error))
+
+    async def _chat(self, exchange: Exchange) -> None:
+        request = read_chat(await exchange.body(self._door.settings.max_body_mb << 20))
+        with self._door.admit(request.options.n):
+            generations = await self._door.chat(
+                request.options, request.messages, request.template_arguments, exchange.request_id
+            )
+            response_id = f"chatcmpl-{generations[0].request_id}"
+            await self._answer(exchange, request.options, generations, response_id, ChatEvents, chat_body)
+
+    async def _completions(self, exchange: Exchange) -> None:
+        request = read_completion(await exchange.body(self._door.settings.max_body_mb << 20))
+        with self._door.admit(len(request.prompts) * request.options.n):
+            generations = await self._door.complete(request.options, request.prompts, exchange.request_id)
+            response_id = f"cmpl-{generations[0].request_id}"
+            await self._answer(exchange, request.options, generations, response_id, CompletionEvents, completion_body)
+
+    async def _answer(
+        self,
+        exchange: Exchange,
+        options: Options,
+        generations: Sequence[Generation],
+        response_id: str,
+        make_events: Callable[..., Events],
+        make_body: Callable[..., bytes],
+    ) -> None:
+        model = generations[0].model
+        if options.stream:
+            events = make_events(response_id, model.name, len(generations), options.include_usage, model.tokenizer)
+            await self._stream(exchange, generations, events, options.n)
+            return
+        answers = _WholeAnswers(len(generations))
+        await exchange.interruptibly(self._door.run(generations, answers))
+        await exchange.reply(200, make_body(response_id, model.name, answers.answers, options.n, model.tokenizer))
+
+    async def _stream(self, exchange: Exchange, generations: Sequence[Generation], events: Events, n: int) -> None:
+        """An error before the first event is an HTTP error; after it, an event."""
+        stream = EventStream(exchange, self._door.settings.client_buffer_kb << 10)
+        answers = _StreamedAnswers(stream, events, len(generations))
+        try:
+            await exchange.interruptibly(self._door.run(generations, answers))
+        except TokenmillError as error:
+            if not stream.begun:
+                raise
+            if isinstance(error, Cancelled):
+                self._door.metrics.slow_clients.inc()
+            self._log.warning(
+                "stream ended early", request_id=exchange.request_id, code=error.code, reason=error.message
+            )
+            last = b"data: " + error_body(error) + b"\n\n" + DONE
+        else:
+            last = events.usage(answers.usages, n) + DONE
+        await stream.finish(last, _LAST_BYTES_TIMEOUT_S)
+
+    async def _models(self, exchange: Exchange) -> None:
+        models = [self._describe(model) for model in self._door.models.servable()]
+        await exchange.reply(200, orjson.dumps({"object": "list", "data": models}))
+
+    async def _model(self, exchange: Exchange) -> None:
+        model = self._door.models.find(unquote(exchange.path.removeprefix("/v1/models/")))
+        await exchange.reply(200, orjson.dumps(self._describe(model)))
+
+    @staticmethod
+    def _describe(model: ServedModel) -> dict[str, Any]:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "tokenmill",
+            "max_model_len": model.card.max_model_len,
+        }
+
+    async def _health(self, exchange: Exchange) -> None:
+        await exchange.reply(200, b'{"status":"alive"}')
+
+    async def _ready(self, exchange: Exchange) -> None:
+        names = [model.name for model in self._door.models.servable()]
+        if self._door.draining or not names:
+            why = "this frontend is shutting down" if self._door.draining else "no model can be served now"
+            raise Unavailable(why, retry_after_s=1.0)
+        await exchange.reply(200, orjson.dumps({"status": "ready", "models": names}))
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        await exchange.reply(200, generate_latest(self._registry), content_type=CONTENT_TYPE_LATEST.encode())
+
+
+class _WholeAnswers:
+    """A `Listener` that gathers."""
+
+    def __init__(self, choices: int) -> None:
+        self.answers = [WholeAnswer() for _ in range(choices)]
+
+    def on_output(self, index: int, text: str, token_ids: Sequence[int], logprobs: Logprobs) -> None:
+        self.answers[index].texts.append(text)
+        self.answers[index].logprobs.extend(logprobs)
+
+    def on_end(self, index: int, reason: FinishReason, usage: Usage) -> None:
+        self.answers[index].reason = reason
+        self.answers[index].usage = usage
+
+    def on_restart(self, index: int) -> bool:
+        self.answers[index] = WholeAnswer()
+        return True
+
+
+class _StreamedAnswers:
+    """A `Listener` that writes events in the pass it is told in."""
+
+    def __init__(self, stream: EventStream, events: Events, choices: int) -> None:
+        self._stream = stream
+        self._events = events
+        self._opened = [False] * choices
+        self.usages = [Usage(0, 0)] * choices
+
+    def on_output(self, index: int, text: str, token_ids: Sequence[int], logprobs: Logprobs) -> None:
+        if not text and not logprobs:
+            return
+        event = self._events.text(index, text, logprobs)
+        if not self._opened[index]:
+            self._opened[index] = True
+            event = self._events.opening(index) + event
+        self._stream.write(event)
+
+    def on_end(self, index: int, reason: FinishReason, usage: Usage) -> None:
+        self.usages[index] = usage
+        opening = b"" if self._opened[index] else self._events.opening(index)
+        self._opened[index] = True
+        self._stream.write(opening + self._events.ending(index, reason))
+
+    def on_restart(self, index: int) -> bool:
+        return not self._opened[index]

@@ -1,0 +1,210 @@
+"""gRPC `inference.v1`: the same pipeline as the HTTP API, for programs in any language."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from tokenmill.common.v1 import common_pb2
+from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
+
+from controlplane.errors import InvalidRequest, Overloaded, Unavailable
+from engines.base import FinishReason, Usage
+from services.frontend.answer import Logprobs
+from services.frontend.fields import Fields
+from services.frontend.front_door import FrontDoor
+from services.frontend.generation import Generation
+from services.frontend.openai_requests import Options, check_message, read_stop
+from services.frontend.sampling import MAX_LOGPROBS, read_sampling
+from services.frontend.tokenizer import Tokenizer
+
+__all__ = ["InferenceServicer"]
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_MAX_TOKENS = 2**31 - 1
+_MAX_UNREAD = 65_536
+"""Tokens kept for a client that does not read."""
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """Raises `TokenmillError`; the service host's interceptor turns it into a status with details."""
+
+    def __init__(self) -> None:
+        self._open: FrontDoor | None = None
+
+    def serve(self, door: FrontDoor) -> None:
+        """Takes calls from now on."""
+        self._open = door
+
+    @property
+    def _door(self) -> FrontDoor:
+        if self._open is None:
+            raise Unavailable("this frontend is still starting; try again later", retry_after_s=1.0)
+        return self._open
+
+    async def Generate(  # type: ignore[override]  # noqa: N802  grpc.aio takes a coroutine that writes, too
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> None:
+        """A completion of one prompt."""
+        trace_id = self._come_in(context)
+        options = _options(request, context)
+        prompt: str | array[int]
+        match request.WhichOneof("input"):
+            case "prompt":
+                prompt = request.prompt
+            case "prompt_token_ids":
+                prompt = array("I", request.prompt_token_ids.ids)
+            case _:
+                raise InvalidRequest("neither prompt nor prompt_token_ids is set; set one", param="prompt")
+        with self._door.admit(1):
+            generations = await self._door.complete(options, [prompt], trace_id)
+            await self._respond(generations[0], context)
+
+    async def Chat(  # type: ignore[override]  # noqa: N802
+        self, request: inference_pb2.ChatRequest, context: Context
+    ) -> None:
+        """The assistant's next message."""
+        trace_id = self._come_in(context)
+        options = _options(request, context)
+        if not request.messages:
+            raise InvalidRequest("messages is empty; send at least one", param="messages")
+        messages = [
+            check_message({"role": message.role, "content": message.content}, f"messages[{i}]")
+            for i, message in enumerate(request.messages)
+        ]
+        with self._door.admit(1):
+            generations = await self._door.chat(options, messages, {}, trace_id)
+            await self._respond(generations[0], context)
+
+    async def ListModels(  # noqa: N802
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        """What can be served now."""
+        self._come_in(context)
+        models = self._door.models
+        return inference_pb2.ListModelsResponse(
+            models=[
+                inference_pb2.Model(
+                    name=model.name,
+                    max_model_len=model.card.max_model_len,
+                    ready_workers=len(models.workers(model.name)),
+                )
+                for model in models.servable()
+            ]
+        )
+
+    def _come_in(self, context: Context) -> str:
+        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        self._door.authenticate(metadata.get("authorization", ""))
+        return self._door.trace_id(metadata.get("x-request-id", ""))
+
+    async def _respond(self, generation: Generation, context: Context) -> None:
+        """Whatever has gathered since the last response makes the next one. Cancelling this cancels the answer."""
+        task = asyncio.current_task()
+        assert task is not None
+        gathered = _Gathered(generation, on_overflow=task.cancel)
+        run = asyncio.create_task(self._door.run([generation], gathered), name=f"generate {generation.request_id}")
+        run.add_done_callback(lambda _: gathered.some.set())
+        try:
+            while not run.done():
+                await gathered.some.wait()
+                gathered.some.clear()
+                if gathered:
+                    await context.write(gathered.take())
+            await run
+            if gathered:
+                await context.write(gathered.take())
+        except asyncio.CancelledError:
+            if gathered.overflown and not task.uncancel():
+                raise Overloaded(f"more than {_MAX_UNREAD} tokens were left unread, so the answer was ended") from None
+            raise
+        finally:
+            run.cancel()
+            await asyncio.wait({run})
+
+
+class _Gathered:
+    """A `Listener` that keeps what the next response will carry."""
+
+    def __init__(self, generation: Generation, on_overflow: Callable[[], object]) -> None:
+        self.some = asyncio.Event()
+        self.overflown = False
+        self._on_overflow = on_overflow
+        self._id = generation.trace_id
+        self._tokenizer: Tokenizer = generation.model.tokenizer
+        self._response = inference_pb2.GenerateResponse(request_id=self._id)
+        self._sent = False
+
+    def __bool__(self) -> bool:
+        response = self._response
+        return bool(response.token_ids or response.text or response.finish_reason)
+
+    def take(self) -> inference_pb2.GenerateResponse:
+        """Everything since the last time."""
+        response, self._response = self._response, inference_pb2.GenerateResponse(request_id=self._id)
+        self._sent = True
+        return response
+
+    def on_output(self, index: int, text: str, token_ids: Sequence[int], logprobs: Logprobs) -> None:
+        if len(self._response.token_ids) + len(token_ids) > _MAX_UNREAD:
+            if not self.overflown:
+                self.overflown = True
+                self._on_overflow()
+            return
+        self._response.text += text
+        self._response.token_ids.extend(token_ids)
+        for position in logprobs:
+            tokens = [
+                inference_pb2.TokenLogprob(
+                    token_id=one.token_id,
+                    text=self._tokenizer.token_bytes(one.token_id).decode(errors="replace"),
+                    logprob=one.logprob,
+                )
+                for one in position.tokens
+            ]
+            self._response.logprobs.append(inference_pb2.PositionLogprobs(tokens=tokens))
+        self.some.set()
+
+    def on_end(self, index: int, reason: FinishReason, usage: Usage) -> None:
+        self._response.finish_reason = common_pb2.FinishReason.ValueType(reason.value)
+        self._response.usage.CopyFrom(
+            common_pb2.Usage(
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+                remote_tokens=usage.remote_tokens,
+            )
+        )
+        self.some.set()
+
+    def on_restart(self, index: int) -> bool:
+        if self._sent:
+            return False
+        self._response = inference_pb2.GenerateResponse(request_id=self._id)
+        return True
+
+
+def _options(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest, context: Context) -> Options:
+    """The same ranges and refusals as over HTTP; the call's deadline is the request's."""
+    fields = Fields(_given(request.sampling), "sampling.")
+    max_tokens = fields.integer("max_tokens", minimum=1, maximum=_MAX_TOKENS)
+    logprobs = fields.integer("logprobs", minimum=0, maximum=MAX_LOGPROBS)
+    return Options(
+        model=request.model,
+        sampling=read_sampling(fields, max_tokens=max_tokens, logprobs=logprobs),
+        stop=read_stop(Fields({"stop": list(request.stop)})),
+        priority=request.priority,
+        timeout_s=context.time_remaining(),
+    )
+
+
+def _given(message: Message) -> dict[str, Any]:
+    """The fields that were set, in plain types."""
+    return {
+        descriptor.name: list(value) if descriptor.is_repeated else value for descriptor, value in message.ListFields()
+    }

@@ -1,0 +1,163 @@
+"""The models that can be served: from what decode workers publish, to a tokenizer ready for use."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from controlplane.discovery import Discovery
+from controlplane.errors import InvalidRequest, SettingsError, Unavailable
+from controlplane.instances import Instance, ModelCard, State
+from controlplane.telemetry import get_logger
+from kvcache.hashing import root_hash
+from services.frontend.fields import shown
+from services.frontend.openai_errors import ModelNotFound
+from services.frontend.templates import ChatTemplate
+from services.frontend.tokenizer import Tokenizer
+
+__all__ = ["Models", "ServedModel"]
+
+_RETRY_LOAD_S = 10.0
+_RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model with what turning text into tokens and back needs."""
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    root: int
+    """Parent of the first block's hash."""
+
+    @property
+    def name(self) -> str:
+        """The name clients ask for."""
+        return self.card.name
+
+
+class Models:
+    """Follows discovery. A model is loaded when its first worker is ready, and kept when its last one is gone.
+
+    Iterating `changes` does the loading; everything else answers at once from the present picture.
+    """
+
+    def __init__(self, discovery: Discovery, seed: int) -> None:
+        self._discovery = discovery
+        self._seed = seed
+        self._loaded: dict[str, ServedModel] = {}
+        self._changed = asyncio.Event()
+        self._log = get_logger(__name__)
+
+    async def changes(self) -> AsyncIterator[bool]:
+        """Loads models as they appear, for as long as it is iterated; yields whether any can be served, on change."""
+        unsubscribe = self._discovery.subscribe(self._changed.set)
+        any_before = None
+        try:
+            while True:
+                self._changed.clear()
+                failed = await self._load_new()
+                if (some := bool(self.servable())) != any_before:
+                    yield some
+                    any_before = some
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_RETRY_LOAD_S if failed else None):
+                        await self._changed.wait()
+        finally:
+            unsubscribe()
+
+    def servable(self) -> list[ServedModel]:
+        """Those that some worker can serve now, by name."""
+        return [model for name, model in sorted(self._loaded.items()) if self.workers(name)]
+
+    def workers(self, name: str) -> list[Instance]:
+        """Decode workers that may take a request for this model now; quiet ones only where no other is left."""
+        of_model = [
+            instance
+            for instance in self._discovery.instances.values()
+            if instance.role == "decode" and instance.model is not None and instance.model.name == name
+        ]
+        ready = [instance for instance in of_model if instance.state is State.READY]
+        return ready or [instance for instance in of_model if instance.state is State.SUSPECT]
+
+    def find(self, name: str) -> ServedModel:
+        """The model of this name; an empty name means the only one there is.
+
+        Raises `ModelNotFound`, or `Unavailable` when it is known and nobody serves it now.
+        """
+        if not name:
+            servable = self.servable()
+            if len(servable) > 1:
+                raise InvalidRequest(f"model is empty, and it must be one of: {_names(servable)}", param="model")
+            if not servable:
+                raise Unavailable("no model is ready to be served yet", retry_after_s=_RETRY_AFTER_S)
+            return servable[0]
+        model = self._loaded.get(name)
+        if model is not None and self.workers(name):
+            return model
+        if model is not None or any(one.model and one.model.name == name for one in self._decode_instances()):
+            raise Unavailable(
+                f"no worker can serve the model {name!r} now; try again later",
+                param="model",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        known = _names(self.servable()) or "none"
+        raise ModelNotFound(f"The model {shown(name)} does not exist; served now: {known}", param="model")
+
+    def _decode_instances(self) -> list[Instance]:
+        return [one for one in self._discovery.instances.values() if one.role == "decode"]
+
+    async def _load_new(self) -> bool:
+        """Whether one could not be loaded, and so should be tried again."""
+        failed = False
+        for instance in self._decode_instances():
+            card = instance.model
+            if card is None or instance.state is not State.READY:
+                continue
+            loaded = self._loaded.get(card.name)
+            if loaded is not None and _same_prompts(loaded.card, card):
+                continue
+            if loaded is not None and any(
+                _same_prompts(loaded.card, one.model) for one in self.workers(card.name) if one.model
+            ):
+                self._log.error(
+                    "a worker serves another model under a name in use; the first one's prompts are made for it too",
+                    model=card.name,
+                    instance=instance.instance_id,
+                )
+                continue
+            try:
+                self._loaded[card.name] = await asyncio.to_thread(self._load, card)
+            except SettingsError as error:
+                failed = True
+                self._log.error("model cannot be served", model=card.name, reason=error.message)
+        return failed
+
+    def _load(self, card: ModelCard) -> ServedModel:
+        tokenizer = Tokenizer.load(card.tokenizer)
+        template = ChatTemplate.load(card.tokenizer)
+        self._log.info(
+            "model loaded",
+            model=card.name,
+            encodes_with=tokenizer.encodes_with,
+            decodes_with=tokenizer.decodes_with,
+            chat_template=template is not None,
+        )
+        return ServedModel(card, tokenizer, template, root_hash(card.format.model_fingerprint, seed=self._seed))
+
+
+def _same_prompts(one: ModelCard, other: ModelCard) -> bool:
+    """Whether the same request makes the same tokens and blocks for both."""
+    return (
+        one.tokenizer == other.tokenizer
+        and one.format.model_fingerprint == other.format.model_fingerprint
+        and one.format.block_size == other.format.block_size
+        and one.max_model_len == other.max_model_len
+    )
+
+
+def _names(models: list[ServedModel]) -> str:
+    return ", ".join(model.name for model in models)

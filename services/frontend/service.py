@@ -1,0 +1,92 @@
+"""The frontend service: puts the parts together, from start to drain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+from controlplane.host import Host
+from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
+
+from controlplane.instances import ModelCard, State
+from controlplane.telemetry import get_logger
+from services.frontend.decode_streams import DecodeStreams
+from services.frontend.dispatch import Dispatcher
+from services.frontend.front_door import FrontDoor
+from services.frontend.http import HttpApi
+from services.frontend.http_server import HttpServer
+from services.frontend.inference import InferenceServicer
+from services.frontend.metrics import FrontendMetrics
+from services.frontend.models import Models
+from services.frontend.reports import Reports
+from services.frontend.settings import FrontendSettings
+
+__all__ = ["FrontendService"]
+
+_FOLLOWED = (State.READY, State.DRAINING, State.SUSPECT)
+"""Workers in these states may have answers of ours."""
+
+
+class FrontendService:
+    """A `controlplane.host.Service`."""
+
+    name = "frontend"
+
+    def __init__(self, settings: FrontendSettings) -> None:
+        self._settings = settings
+        self._inference = InferenceServicer()
+        self._door: FrontDoor | None = None
+        self._http: HttpServer | None = None
+        self._log = get_logger(__name__)
+
+    def add_to(self, server: grpc.aio.Server) -> Sequence[str]:
+        """Adds inference.v1; it refuses `Unavailable` until the frontend has started."""
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, server)
+        return [inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name]
+
+    async def start(self, host: Host) -> ModelCard | None:
+        """Listens for HTTP. Models appear as their workers do."""
+        settings, discovery = self._settings, host.discovery
+        metrics = FrontendMetrics(host.registry)
+        seed = await discovery.deployment_seed()
+        streams = DecodeStreams(host.channels, settings.min_flush_ms, metrics)
+        reports = Reports(host.channels)
+        models = Models(discovery, seed)
+        dispatcher = Dispatcher(settings, discovery, seed, host.channels, models, streams, reports, metrics)
+        door = self._door = FrontDoor(settings, models, dispatcher, metrics)
+
+        def follow() -> None:
+            workers = [one for one in discovery.instances.values() if one.role == "decode" and one.state in _FOLLOWED]
+            streams.follow(frozenset(one.address for one in workers))
+
+        async def publish_readiness() -> None:
+            async for some in models.changes():
+                await host.set_ready(some)
+
+        host.spawn(streams.run(), "decode streams")
+        host.spawn(reports.run(), "reports to routers")
+        host.spawn(dispatcher.maintain(), "KV releases")
+        host.spawn(publish_readiness(), "models")
+        discovery.subscribe(follow)
+        follow()
+
+        self._http = HttpServer(HttpApi(door, host.registry), max_head_bytes=settings.max_header_kb << 10)
+        port = await self._http.start(host.settings.bind, settings.http_port)
+        await host.set_http_address(f"{host.settings.advertised_host}:{port}")
+        self._inference.serve(door)
+        self._log.info("listening for HTTP", address=f"{host.settings.bind}:{port}")
+        return None
+
+    async def drain(self, timeout_s: float) -> None:
+        """New requests are refused; those inside may finish."""
+        if self._door is not None and (left := await self._door.drain(timeout_s)):
+            self._log.warning("answers are cut off by the end of the drain", answers=left)
+
+    async def stop(self) -> None:
+        """Ends every connection."""
+        if self._http is not None:
+            await self._http.stop()
+
+    def failed(self) -> str | None:
+        """A frontend has nothing that breaks by itself."""
+        return None
