@@ -45,6 +45,7 @@ class ScriptedEngine:
     """Aborts are taken and their end never comes: a hung engine."""
     refusal: Exception | None = None
     requests: dict[str, tuple[EngineRequest, StepSink]] = field(default_factory=dict)
+    admitting: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     held: set[str] = field(default_factory=set)
     prefills_may_end: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,7 +65,11 @@ class ScriptedEngine:
     async def generate(self, request: EngineRequest, sink: StepSink) -> None:
         if self.refusal is not None:
             raise self.refusal
-        await self.admissions_may_end.wait()
+        self.admitting.append(request.request_id)
+        try:
+            await self.admissions_may_end.wait()
+        finally:
+            self.admitting.remove(request.request_id)
         self.requests[request.request_id] = request, sink
 
     async def prefill(self, request: EngineRequest) -> PrefillResult:

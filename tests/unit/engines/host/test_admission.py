@@ -79,10 +79,8 @@ def test_another_model_is_not_found() -> None:
 
 
 def test_a_handle_is_tried_only_when_young_held_and_of_the_same_format() -> None:
-    def verdict(
-        handle: Handle, age_s: float = 0.0, capabilities: frozenset[Capability] = INFO.capabilities
-    ) -> KvOutcome:
-        return handle_verdict(handle, age_s, replace(INFO, capabilities=capabilities), max_age_s=10.0)
+    def verdict(handle: Handle, age_s: float = 0.0, info: EngineInfo = INFO) -> KvOutcome:
+        return handle_verdict(handle, age_s, info, max_age_s=10.0)
 
     assert verdict(HANDLE, 10.0) is KvOutcome.NONE
     assert verdict(HANDLE, 10.1) is KvOutcome.TOO_OLD
