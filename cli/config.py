@@ -6,10 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-
 from cli.sections import ALL_SECTIONS
+from cli.tables import print_table
 from controlplane.errors import SettingsError
 from controlplane.settings import load
 
@@ -29,8 +27,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = load(
         ALL_SECTIONS, flags if command == "show" else ["--help"], os.environ, prog=_PROG, description=_DESCRIPTION
     )
-    table = Table("setting", "value", "from", box=None, pad_edge=False)
-    for one in loaded.shown:
-        table.add_row(one.key, one.value, one.source, style=None if one.source != "default" else "dim")
-    Console(soft_wrap=True, markup=False, highlight=False).print(table)
+    print_table(["setting", "value", "from"], [[one.key, one.value, one.source] for one in loaded.shown])
     return 0

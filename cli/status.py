@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry
-from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from cli.arguments import add_deployment
+from cli.tables import print_table
 from controlplane.bus import Bus
 from controlplane.deployment import running
 from controlplane.discovery import Discovery
@@ -31,6 +31,7 @@ _CONNECT_TIMEOUT_S = 5.0
 _LOAD_TIMEOUT_S = 1.5
 """A worker reports its load each second."""
 _ORDER = ("frontend", "router", "prefill", "decode")
+_COLUMNS = ["instance", "role", "state", "pid", "address", "model", "load"]
 _STYLES = {State.READY: "green", State.STARTING: "yellow", State.DRAINING: "yellow"}
 _LOAD_FIELDS = (
     "running_requests", "waiting_requests", "queued_prefill_tokens", "kv_used_blocks", "kv_total_blocks",
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps({"instances": [_as_json(one, loads.get(one.instance_id)) for one in instances]}, indent=2))
     else:
-        Console().print(_as_table(instances, loads))
+        print_table(_COLUMNS, [_as_row(one, loads.get(one.instance_id)) for one in instances])
     return 0
 
 
@@ -135,22 +136,16 @@ def _as_json(instance: Instance, load: LoadReport | None) -> dict[str, Any]:
     return described
 
 
-def _as_table(instances: Sequence[Instance], loads: Mapping[str, LoadReport]) -> Table:
-    table = Table("instance", "role", "state", "pid", "address", "model", "load", box=None, pad_edge=False)
-    for one in instances:
-        state = f"[{_STYLES.get(one.state, 'red')}]{one.state.value}[/]"
-        doing = one.progress or _load_text(loads.get(one.instance_id))
-        address = f"http://{one.http_address}" if one.http_address else one.address
-        table.add_row(
-            one.instance_id,
-            one.role or one.service,
-            state,
-            str(one.pid),
-            address,
-            one.model.name if one.model else "",
-            doing,
-        )
-    return table
+def _as_row(instance: Instance, load: LoadReport | None) -> list[str | Text]:
+    return [
+        instance.instance_id,
+        instance.role or instance.service,
+        Text(instance.state.value, style=_STYLES.get(instance.state, "red")),
+        str(instance.pid),
+        f"http://{instance.http_address}" if instance.http_address else instance.address,
+        instance.model.name if instance.model else "",
+        instance.progress or _load_text(load),
+    ]
 
 
 def _load_text(load: LoadReport | None) -> str:
