@@ -5,7 +5,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup up test lint protos bench
+.PHONY: help setup up test lint protos docs bench
 
 VENV := .venv/bin
 ENGINE ?= auto
@@ -36,14 +36,18 @@ test: .venv/.ready ## every test, real etcd, NATS, NIXL and vLLM included
 	$(VENV)/pytest -q -m vllm tests || status=1; \
 	exit $$status
 
-lint: .venv/.ready ## ruff, mypy and whether generated code is fresh
+lint: .venv/.ready ## ruff, mypy and whether generated code and pages are fresh
 	@$(VENV)/ruff check .
 	@$(VENV)/ruff format --check .
 	@$(VENV)/mypy
 	@$(VENV)/python scripts/protos.py --check
+	@$(VENV)/python scripts/docs.py --check
 
 protos: .venv/.ready ## generate the Python code of protos/
 	@$(VENV)/python scripts/protos.py
+
+docs: .venv/.ready ## write the pages of settings and metrics
+	@$(VENV)/python scripts/docs.py
 
 bench: .venv/.ready ## CPU time a token and a request of every service, on a simulated engine
 	@$(VENV)/python benchmarks/bench_suite.py $(ARGS)

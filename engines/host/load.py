@@ -22,16 +22,20 @@ class LoadCollector(Collector):
         """One reading of the load, as metrics."""
         load = self._load()
         for name, documentation, value in (
-            ("running_requests", "Requests in the engine's batch", load.running_requests),
-            ("waiting_requests", "Requests the engine has not begun", load.waiting_requests),
-            ("queued_prefill_tokens", "Prompt tokens accepted and not yet computed", load.queued_prefill_tokens),
-            ("kv_used_blocks", "KV blocks in use", load.kv_used_blocks),
-            ("kv_total_blocks", "KV blocks in all", load.kv_total_blocks),
-            ("kv_leased_blocks", "KV blocks held for readers", load.kv_leased_blocks),
-            ("kv_leases", "Handles not yet read, released or expired", load.kv_leases),
-            ("step_time_seconds", "Mean time of recent steps", load.step_time_s),
+            ("tokenmill_running_requests", "Requests in the engine's batch", load.running_requests),
+            ("tokenmill_waiting_requests", "Requests the engine has not begun", load.waiting_requests),
+            (
+                "tokenmill_queued_prefill_tokens",
+                "Prompt tokens accepted and not yet computed",
+                load.queued_prefill_tokens,
+            ),
+            ("tokenmill_kv_used_blocks", "KV blocks in use", load.kv_used_blocks),
+            ("tokenmill_kv_total_blocks", "KV blocks in all", load.kv_total_blocks),
+            ("tokenmill_kv_leased_blocks", "KV blocks held for readers", load.kv_leased_blocks),
+            ("tokenmill_kv_leases", "Handles not yet read, released or expired", load.kv_leases),
+            ("tokenmill_step_time_seconds", "Mean time of recent steps", load.step_time_s),
         ):
-            yield GaugeMetricFamily(f"tokenmill_{name}", documentation, value=value)
+            yield GaugeMetricFamily(name, documentation, value=value)
         yield CounterMetricFamily("tokenmill_steps", "Engine steps", value=load.steps)
         yield CounterMetricFamily(
             "tokenmill_kv_leases_expired", "Handles whose lease ended unread", value=load.kv_leases_expired

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from scripts import protos
+from scripts import docs, protos
 
 from .source import ROOT, Module, modules, tracked_files
 
@@ -19,6 +20,11 @@ DECLARING = [module for module in modules() if "__all__" in module.path.read_tex
 
 def test_generated_code_is_fresh() -> None:
     assert protos.stale(protos.generate()) == []
+
+
+@pytest.mark.parametrize(("path", "text"), docs.pages().items(), ids=lambda value: getattr(value, "name", ""))
+def test_the_pages_that_list_settings_and_metrics_are_fresh(path: Path, text: str) -> None:
+    assert path.read_text(encoding="utf-8") == text, "run `make docs`"
 
 
 def test_no_file_names_a_folder_of_the_machine_it_was_written_on() -> None:
