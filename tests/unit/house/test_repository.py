@@ -68,6 +68,8 @@ def test_make_alone_lists_every_target() -> None:
 
 def test_the_readme_names_the_two_commands_and_only_targets_that_exist() -> None:
     readme = (ROOT / "README.md").read_text()
-    named = set(re.findall(r"`make ([a-z]+)\b[^`\n]*`", readme)) | set(re.findall(r"^make ([a-z]+)", readme, re.M))
+    named = set(re.findall(r"`make ([a-z]+)\b[^`\n]*`", readme)) | set(
+        re.findall(r"^    make ([a-z]+)", readme, re.MULTILINE)
+    )
     assert {"up", "test"} <= named
     assert named <= set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
