@@ -1,0 +1,304 @@
+"""Runs one service as a process: start, ready, drain, stop, in the same way for all.
+
+    run(service, settings)
+      listen       gRPC (health and reflection too) and metrics; the addresses are known from here on
+      connect      etcd (waits for it, for ever) and NATS (does not wait)
+      STARTING     published while the service starts, with its progress
+      READY        until SIGTERM or SIGINT, or until something fails
+      DRAINING     published first; then the service finishes what runs, within `drain_timeout_s`
+      farewell     others forget this instance at once
+
+A failure is published as FAILED, with its reason, and ends the process with code 1 (2 where the settings are at fault).
+A second signal cuts a drain short (130), a third ends the process on the spot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any, Protocol
+
+import grpc
+import msgspec
+import uvloop
+
+from controlplane.bus import Bus
+from controlplane.channels import Channels
+from controlplane.discovery import Discovery
+from controlplane.errors import EngineFailed, SettingsError, TokenmillError
+from controlplane.instances import Instance, ModelCard, State
+from controlplane.listeners import GrpcListener, MetricsListener, host_port
+from controlplane.settings import CommonSettings
+from controlplane.telemetry import configure_logging, get_logger, new_registry
+
+__all__ = ["Host", "Service", "run"]
+
+_OK, _FAILED, _BAD_SETTINGS, _FORCED = 0, 1, 2, 130
+
+_POLL_S = 1.0
+_STOP_S, _FORCED_STOP_S = 15.0, 3.0
+_DROP_CHANNEL_S = 60.0
+"""Time for calls still open to an instance that others say is gone."""
+
+
+class Service(Protocol):
+    """What a service is to its host. Methods are called in this order, once; `failed` each second while it serves."""
+
+    name: str
+    """"frontend", "router", "prefill" or "decode"."""
+
+    def add_to(self, server: grpc.aio.Server) -> Sequence[str]:
+        """Adds its servicers; returns their full names, for health and reflection. Calls may come before `start`."""
+
+    async def start(self, host: Host) -> ModelCard | None:
+        """Makes it able to serve, however long that takes, and returns the model card of a worker."""
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new work and waits for what runs. Skipped where `start` was not finished."""
+
+    async def stop(self) -> None:
+        """Ends what is left. Called in any case, after a start that failed or never came too."""
+
+    def failed(self) -> str | None:
+        """Why it can no longer serve, or None."""
+
+
+def run(service: Service, common: CommonSettings) -> int:
+    """Runs a service until it is told to stop; returns the process's exit code."""
+    if not common.instance_id:
+        common = replace(common, instance_id=f"{service.name}-{secrets.token_hex(4)}")
+    if os.environ.get("TOKENMILL_SUPERVISED") == "1":
+        _end_with_parent()
+    configure_logging(common, service=service.name)
+
+    async def serve() -> int:
+        return await Host(service, common).serve()
+
+    try:
+        return uvloop.run(serve())
+    except asyncio.CancelledError:
+        return _FORCED
+
+
+class Host:
+    """What a running service is given: its place in the deployment, and what it shares with all others."""
+
+    discovery: Discovery
+    bus: Bus
+    instance: Instance
+
+    def __init__(self, service: Service, settings: CommonSettings) -> None:
+        self.settings = settings
+        self.channels = Channels()
+        self.registry = new_registry(service=service.name, instance_id=settings.instance_id)
+        self.log = get_logger(f"services.{service.name}")
+        self._service = service
+        self._listener = GrpcListener()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = contextlib.AsyncExitStack()
+        self._stop_asked = asyncio.Event()
+        self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._registered = False
+        self._started = False
+        self._able = True
+
+    # For the service.
+
+    async def progress(self, text: str) -> None:
+        """Publishes what a start is doing, for people: "loading weights"."""
+        if not self._started:
+            self.log.info(text)
+            await self._publish(progress=text)
+
+    async def set_ready(self, able: bool) -> None:
+        """Whether the service, once started, can do its work now. It can, until it says otherwise."""
+        self._able = able
+        if self._started and self.instance.state in (State.STARTING, State.READY):
+            await self._publish(state=State.READY if able else State.STARTING)
+
+    async def set_http_address(self, address: str) -> None:
+        """Publishes where the service's HTTP server is reached."""
+        await self._publish(http_address=address)
+
+    async def new_epoch(self) -> int:
+        """Publishes and returns a new epoch: everything this instance said of its cache before is void."""
+        epoch = max(self.instance.epoch + 1, time.time_ns())
+        await self._publish(epoch=epoch)
+        return epoch
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Runs `work` beside the service and ends it with the service. An exception in it fails the service."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._spawned_ended)
+        return task
+
+    # The life of the process.
+
+    async def serve(self) -> int:
+        """Runs the service to its end; returns the exit code."""
+        this = asyncio.current_task()
+        assert this is not None
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(signum, self._on_signal, this)
+        code = _OK
+        try:
+            await self._live()
+            if self._started:
+                await self._drain()
+        except asyncio.CancelledError:
+            code = _FORCED
+            self.log.warning("forced to stop")
+        except Exception as error:
+            code = _BAD_SETTINGS if isinstance(error, SettingsError) else _FAILED
+            await self._fail(error)
+        await self._stop(code)
+        return code
+
+    async def _live(self) -> None:
+        """Starts and serves. Returns when asked to stop, raises on a failure."""
+        life = asyncio.create_task(self._start_and_watch(), name="life")
+        asked = asyncio.create_task(self._stop_asked.wait(), name="stop asked")
+        try:
+            ends: tuple[asyncio.Future[Any], ...] = (life, asked, self._failure)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done():
+                raise EngineFailed(self._failure.result())
+            if life.done():
+                life.result()
+        finally:
+            life.cancel()
+            asked.cancel()
+            await asyncio.gather(life, asked, return_exceptions=True)
+
+    async def _start_and_watch(self) -> None:
+        await self._listen()
+        await self._connect()
+        model = await self._service.start(self)
+        self._started = True
+        await self._publish(state=State.READY if self._able else State.STARTING, model=model, progress="")
+        while True:
+            if reason := self._service.failed() or self.discovery.failed():
+                raise EngineFailed(reason)
+            await asyncio.sleep(_POLL_S)
+
+    async def _listen(self) -> None:
+        settings, host = self.settings, self.settings.advertised_host
+        names = self._service.add_to(self._listener.server)
+        grpc_port = await self._listener.start(settings.bind, settings.grpc_port, names)
+        self._closing.push_async_callback(self._listener.stop)
+        metrics = MetricsListener(settings.bind, settings.metrics_port, self.registry)
+        self._closing.push_async_callback(metrics.stop)
+        self.instance = Instance(
+            service=self._service.name,
+            instance_id=settings.instance_id,
+            state=State.STARTING,
+            epoch=time.time_ns(),
+            address=host_port(host, grpc_port),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            version=version("tokenmill"),
+            role=self._service.name if self._service.name in ("prefill", "decode") else "",
+            metrics_address=host_port(host, metrics.port),
+            labels=settings.labels,
+        )
+        self.log.info("listening", grpc=self.instance.address, metrics=self.instance.metrics_address)
+
+    async def _connect(self) -> None:
+        settings = self.settings
+        self._closing.push_async_callback(self.channels.close)
+        self.discovery = await Discovery.connect(settings.etcd, settings.deployment, self.registry)
+        self._closing.push_async_callback(self.discovery.close)
+        self.discovery.subscribe(self._channel_dropper())
+        self.bus = await Bus.connect(settings.nats, self.registry)
+        self._closing.push_async_callback(self.bus.close)
+        await self.discovery.register(self.instance)
+        self._registered = True
+
+    async def _drain(self) -> None:
+        self.log.info("draining", longest_s=self.settings.drain_timeout_s)
+        await self._publish(state=State.DRAINING)
+        try:
+            async with asyncio.timeout(self.settings.drain_timeout_s + _POLL_S):
+                await self._service.drain(self.settings.drain_timeout_s)
+        except TimeoutError:
+            self.log.warning("the drain took too long; ending what still runs")
+
+    async def _fail(self, error: Exception) -> None:
+        expected = isinstance(error, TokenmillError)
+        reason = str(error) if expected else f"{type(error).__name__}: {error}"
+        self.log.error("failed", reason=reason, exc_info=None if expected else error)
+        if self._registered:
+            await self._publish(state=State.FAILED, progress=reason)
+
+    async def _stop(self, code: int) -> None:
+        """Ends everything; what cannot be ended in order is logged and left to the end of the process."""
+        with self._logged("stopping the service"):
+            async with asyncio.timeout(_FORCED_STOP_S if code == _FORCED else _STOP_S):
+                await self._service.stop()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with self._logged("leaving the deployment"):
+            if self._registered and code in (_OK, _FORCED):
+                await self.discovery.deregister()
+            await self._closing.aclose()
+        self.log.info("stopped", exit_code=code)
+
+    def _on_signal(self, life: asyncio.Task[Any]) -> None:
+        if not self._stop_asked.is_set():
+            self._stop_asked.set()
+        elif not life.cancelling():
+            life.cancel()
+        else:
+            os._exit(_FORCED)
+
+    def _spawned_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.log.error("a task of the service broke", task=task.get_name(), exc_info=error)
+            if not self._failure.done():
+                self._failure.set_result(f"{task.get_name()} broke: {type(error).__name__}: {error}")
+
+    async def _publish(self, **changes: Any) -> None:
+        """Changes this instance's record, and what its health service says."""
+        self.instance = msgspec.structs.replace(self.instance, **changes)
+        await self._listener.set_serving(self.instance.state is State.READY)
+        await self.discovery.update(self.instance)
+
+    def _channel_dropper(self) -> Callable[[], None]:
+        known: set[str] = set()
+
+        def on_change() -> None:
+            now = {instance.address for instance in self.discovery.instances.values()}
+            for address in known - now:
+                self.spawn(self.channels.drop(address, _DROP_CHANNEL_S), "drop channel")
+            known.clear()
+            known.update(now)
+
+        return on_change
+
+    @contextlib.contextmanager
+    def _logged(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self.log.exception(f"{what} failed")
+
+
+def _end_with_parent() -> None:
+    """Linux sends us SIGTERM when the supervisor's thread that started us ends, however it ends."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

@@ -1,0 +1,85 @@
+"""What every service listens with: a gRPC server with health and reflection, and the Prometheus endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import grpc
+import prometheus_client
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+
+from controlplane.channels import MESSAGE_OPTIONS
+from controlplane.errors import SettingsError
+from controlplane.grpc_errors import ErrorInterceptor
+from controlplane.telemetry import RequestIdInterceptor
+
+__all__ = ["GrpcListener", "MetricsListener", "host_port"]
+
+_OPTIONS = (
+    *MESSAGE_OPTIONS,
+    ("grpc.so_reuseport", 0),  # a port in use is an error, not something to share
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+_OPEN_CALLS_S = 1.0
+"""Time for answers under way when the server stops."""
+
+
+def host_port(host: str, port: int) -> str:
+    """`host:port`, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class GrpcListener:
+    """A gRPC server whose health says NOT_SERVING until told otherwise."""
+
+    def __init__(self) -> None:
+        self.server = grpc.aio.server(options=_OPTIONS, interceptors=[RequestIdInterceptor(), ErrorInterceptor()])
+        self._health = health.aio.HealthServicer()
+        self._names: list[str] = []
+
+    async def start(self, host: str, port: int, service_names: Sequence[str]) -> int:
+        """Listens; returns the port. `service_names` are those added to `server`, for health and reflection."""
+        self._names = [health.OVERALL_HEALTH, *service_names]
+        await self.set_serving(False)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.server)
+        try:
+            bound = self.server.add_insecure_port(host_port(host, port))
+        except RuntimeError as error:
+            message = f"cannot listen on {host_port(host, port)}; is the port taken?"
+            raise SettingsError(message, param="common.grpc_port") from error
+        await self.server.start()
+        return bound
+
+    async def set_serving(self, serving: bool) -> None:
+        """What the health service says of this process and each of its services."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._names:
+            await self._health.set(name, status)
+
+    async def stop(self) -> None:
+        """Stops listening; calls still open get a moment to end."""
+        await self.server.stop(_OPEN_CALLS_S)
+
+
+class MetricsListener:
+    """The Prometheus endpoint, `GET /metrics`, on a thread of its own."""
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+        try:
+            self._server, self._thread = prometheus_client.start_http_server(port, host, registry)
+        except OSError as error:
+            message = f"cannot serve metrics on {host_port(host, port)}: {error.strerror}"
+            raise SettingsError(message, param="common.metrics_port") from error
+        self.port = self._server.server_port
+
+    async def stop(self) -> None:
+        """Stops listening."""
+        await asyncio.to_thread(self._server.shutdown)
+        self._server.server_close()
+        self._thread.join()
