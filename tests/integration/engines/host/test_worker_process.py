@@ -1,0 +1,320 @@
+"""Prefill and decode workers as processes of their own, on the simulated engine, with real etcd, NATS and NIXL."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+from tokenmill.common.v1 import common_pb2
+from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
+from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
+from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
+
+from controlplane import kv_wire
+from controlplane.bus import Bus
+from controlplane.channels import Channels
+from controlplane.discovery import Discovery
+from controlplane.errors import Unavailable
+from controlplane.grpc_errors import from_rpc_error
+from controlplane.instances import Instance, State
+from kvcache.load import LoadReport
+
+from .conftest import Frontend, until
+
+PROMPT = [256 + (7 * i) % 200 for i in range(100)]
+START_TIMEOUT_S = 30
+
+
+@dataclass
+class WorkerProcess:
+    """One worker, and how to talk to it."""
+
+    process: asyncio.subprocess.Process
+    instance: Instance
+    channel: grpc.aio.Channel
+
+    @property
+    def decode(self) -> Any:
+        return decode_pb2_grpc.DecodeStub(self.channel)
+
+    @property
+    def prefill(self) -> Any:
+        return prefill_pb2_grpc.PrefillStub(self.channel)
+
+    async def metrics(self) -> dict[str, float]:
+        """Every sample, by name and labels as Prometheus writes them."""
+        async with httpx.AsyncClient() as client:
+            text = (await client.get(f"http://{self.instance.metrics_address}/metrics")).text
+        return {
+            sample.name + "".join(f"{{{key}={value}}}" for key, value in sorted(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    @asynccontextmanager
+    async def attached(self) -> AsyncIterator[Frontend]:
+        frontend = Frontend()
+        call = self.decode.Attach(decode_pb2.AttachRequest(attach_id="frontend"))
+        await call.initial_metadata()
+        reader = asyncio.create_task(frontend.read(call))
+        try:
+            yield frontend
+        finally:
+            call.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def submit(self, slot: int, max_tokens: int = 20, kv: common_pb2.KvHandle | None = None) -> None:
+        await self.decode.Submit(
+            decode_pb2.SubmitRequest(
+                request_id=f"r{slot}",
+                model="sim",
+                attach_id="frontend",
+                slot=slot,
+                prompt_token_ids=PROMPT,
+                sampling=common_pb2.Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True),
+                kv=kv,
+            ),
+            timeout=10,
+        )
+
+    async def answer(self, kv: common_pb2.KvHandle | None = None) -> tuple[list[int], decode_pb2.Finished]:
+        """The tokens of one answer, and its end."""
+        async with self.attached() as frontend:
+            await self.submit(1, kv=kv)
+            await until(lambda: 1 in frontend.finished, timeout_s=20)
+        return frontend.tokens[1], frontend.finished[1]
+
+    async def run_prompt(self) -> common_pb2.KvHandle:
+        request = prefill_pb2.RunRequest(request_id="r1", model="sim", prompt_token_ids=PROMPT)
+        return (await self.prefill.Run(request, timeout=10)).handle
+
+    async def kv_leases(self) -> float:
+        return (await self.metrics())["tokenmill_kv_leases"]
+
+    async def is_free(self) -> bool:
+        return await self.kv_leases() == 0
+
+
+@pytest.fixture
+async def discovery(etcd: str, deployment: str) -> AsyncIterator[Discovery]:
+    """What others see of the deployment."""
+    discovery = await Discovery.connect(etcd, deployment, CollectorRegistry())
+    yield discovery
+    await discovery.close()
+
+
+StartWorker = Callable[..., Awaitable[WorkerProcess]]
+
+
+@pytest.fixture
+async def start_worker(
+    etcd: str, nats: str, deployment: str, discovery: Discovery, tmp_path: Path
+) -> AsyncIterator[StartWorker]:
+    """`await start_worker("decode", "--flag", "value")`: returns once others see it READY."""
+    async with AsyncExitStack() as at_end:
+        channels = Channels()
+        at_end.push_async_callback(channels.close)
+
+        async def start(role: str, *flags: str, name: str = "") -> WorkerProcess:
+            name = name or f"{role}-1"
+            log = tmp_path / f"{name}.log"
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", f"services.{role}", "--etcd", etcd, "--nats", nats, "--deployment", deployment,
+                "--instance-id", name, "--engine", "sim", *flags, stderr=log.open("wb"),
+            )  # fmt: skip
+
+            async def end() -> None:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+
+            at_end.push_async_callback(end)
+
+            def ready() -> bool:
+                assert process.returncode is None, log.read_text()
+                instance = discovery.instances.get(name)
+                return instance is not None and instance.state is State.READY
+
+            try:
+                await until(ready, START_TIMEOUT_S)
+            except TimeoutError:
+                raise AssertionError(log.read_text()) from None
+            instance = discovery.instances[name]
+            return WorkerProcess(process, instance, channels.get(instance.address))
+
+        yield start
+
+
+async def test_a_worker_that_is_ready_tells_what_it_serves(start_worker: StartWorker) -> None:
+    worker = await start_worker("decode", "--served-model-name", "sim")
+    instance = worker.instance
+    assert (instance.role, instance.pid) == ("decode", worker.process.pid)
+    assert instance.model is not None
+    assert instance.model.name == "sim"
+    assert "remote_prefill" in instance.model.capabilities
+    health = health_pb2_grpc.HealthStub(worker.channel)
+    for service in ("", "tokenmill.decode.v1.Decode", "tokenmill.kv.v1.KvSource"):
+        response = await health.Check(health_pb2.HealthCheckRequest(service=service))
+        assert response.status == health_pb2.HealthCheckResponse.SERVING, service
+
+
+async def test_a_worker_reports_its_load_and_its_blocks(start_worker: StartWorker, nats: str, deployment: str) -> None:
+    bus = await Bus.connect(nats, CollectorRegistry())
+    reports: list[LoadReport] = []
+    await bus.subscribe(
+        kv_wire.load_subject(deployment, "decode-1"),
+        lambda _, data: reports.append(kv_wire.load_from_bytes(data)),
+        lambda: None,
+    )
+    worker = await start_worker("decode")
+    await worker.answer()
+    await until(lambda: reports and reports[-1].held_blocks >= len(PROMPT) // 16, timeout_s=3)
+    parts = [
+        part async for part in kv_pb2_grpc.KvSourceStub(worker.channel).GetKvSnapshot(kv_pb2.GetKvSnapshotRequest())
+    ]
+    assert parts[0].epoch == reports[-1].epoch == worker.instance.epoch
+    hashes = [block for part in parts for block in part.hashes]
+    assert len(hashes) == reports[-1].held_blocks
+    await bus.close()
+
+
+async def test_a_signal_drains_while_a_stream_runs(start_worker: StartWorker, discovery: Discovery) -> None:
+    worker = await start_worker("decode")
+    async with worker.attached() as frontend:
+        await worker.submit(1, max_tokens=200)
+        await until(lambda: 1 in frontend.tokens)
+        worker.process.send_signal(signal.SIGTERM)
+        await until(lambda: discovery.instances["decode-1"].state is State.DRAINING)
+
+        async def refused() -> bool:
+            try:
+                await worker.submit(2)
+            except grpc.aio.AioRpcError as error:
+                return isinstance(from_rpc_error(error), Unavailable)
+            return False
+
+        await until(refused)
+        await until(lambda: 1 in frontend.finished, timeout_s=20)
+    assert len(frontend.tokens[1]) == 200
+    assert frontend.finished[1].reason == common_pb2.FINISH_REASON_LENGTH
+    assert await asyncio.wait_for(worker.process.wait(), 10) == 0
+    await until(lambda: "decode-1" not in discovery.instances)
+
+
+async def test_a_second_signal_ends_a_drain(start_worker: StartWorker) -> None:
+    worker = await start_worker("decode", "--drain-timeout-s", "60")
+    async with worker.attached() as frontend:
+        await worker.submit(1, max_tokens=20_000)
+        await until(lambda: 1 in frontend.tokens)
+        worker.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.5)
+        assert worker.process.returncode is None
+        started = time.monotonic()
+        worker.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(worker.process.wait(), 10) == 130
+        assert time.monotonic() - started < 5
+
+
+async def test_an_answer_that_outlasts_the_drain_fails_and_the_worker_ends(start_worker: StartWorker) -> None:
+    worker = await start_worker("decode", "--drain-timeout-s", "0.5")
+    async with worker.attached() as frontend:
+        await worker.submit(1, max_tokens=20_000)
+        await until(lambda: 1 in frontend.tokens)
+        worker.process.send_signal(signal.SIGTERM)
+        await until(lambda: 1 in frontend.finished)
+    assert frontend.finished[1].error.code == "unavailable"
+    assert await asyncio.wait_for(worker.process.wait(), 10) == 0
+
+
+async def test_a_bad_setting_ends_the_process_at_once(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "cli.main", "decode", "--engine", "sim", "--dtype", "float32", "--etcd", "127.0.0.1:1",
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    _, errors = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 2
+    assert "dtype" in errors.decode()
+
+
+async def test_decode_answers_from_kv_that_prefill_computed(start_worker: StartWorker) -> None:
+    prefill, decode, alone = await asyncio.gather(
+        start_worker("prefill"), start_worker("decode"), start_worker("decode", name="alone")
+    )
+    expected, _ = await alone.answer()
+    handle = await prefill.run_prompt()
+    assert await prefill.kv_leases() == 1
+
+    tokens, finished = await decode.answer(handle)
+    assert tokens == expected
+    assert decode_pb2.KvOutcome.Name(finished.kv_outcome) == "KV_OUTCOME_READ"
+    assert finished.usage.remote_tokens > 0
+    assert (await decode.metrics())["tokenmill_kv_handoffs_total{outcome=read}"] == 1
+    await until(prefill.is_free)
+
+
+async def test_an_old_handle_is_not_tried_and_is_released(start_worker: StartWorker) -> None:
+    prefill, decode = await asyncio.gather(start_worker("prefill"), start_worker("decode"))
+    handle = await prefill.run_prompt()
+    handle.remaining_lease_ms -= 10_500
+
+    _, finished = await decode.answer(handle)
+    assert decode_pb2.KvOutcome.Name(finished.kv_outcome) == "KV_OUTCOME_TOO_OLD"
+    assert finished.usage.remote_tokens == 0
+    await until(prefill.is_free)
+    assert (await decode.metrics())["tokenmill_kv_handoffs_total{outcome=too_old}"] == 1
+
+
+async def test_kv_of_another_format_is_not_tried(start_worker: StartWorker) -> None:
+    prefill, decode = await asyncio.gather(start_worker("prefill", "--block-size", "32"), start_worker("decode"))
+    _, finished = await decode.answer(await prefill.run_prompt())
+    assert decode_pb2.KvOutcome.Name(finished.kv_outcome) == "KV_OUTCOME_INCOMPATIBLE"
+    await until(prefill.is_free)
+
+
+async def test_corrupt_kv_is_thrown_away(start_worker: StartWorker) -> None:
+    prefill, decode, alone = await asyncio.gather(
+        start_worker("prefill", "--fault", "corrupt-block"),
+        start_worker("decode"),
+        start_worker("decode", name="alone"),
+    )
+    expected, _ = await alone.answer()
+    tokens, finished = await decode.answer(await prefill.run_prompt())
+    assert tokens == expected
+    assert decode_pb2.KvOutcome.Name(finished.kv_outcome) == "KV_OUTCOME_CORRUPT"
+
+
+async def test_kv_of_a_killed_worker_is_computed_again(start_worker: StartWorker) -> None:
+    prefill, decode, alone = await asyncio.gather(
+        start_worker("prefill"), start_worker("decode"), start_worker("decode", name="alone")
+    )
+    expected, _ = await alone.answer()
+    handle = await prefill.run_prompt()
+    prefill.process.kill()
+    await prefill.process.wait()
+    tokens, finished = await decode.answer(handle)
+    assert tokens == expected
+    assert decode_pb2.KvOutcome.Name(finished.kv_outcome) == "KV_OUTCOME_UNREACHABLE"
+
+
+async def test_a_lease_that_nobody_reads_ends_and_is_counted(start_worker: StartWorker) -> None:
+    prefill = await start_worker("prefill", "--kv-lease-s", "0.5")
+    await prefill.run_prompt()
+
+    async def expired() -> bool:
+        return (await prefill.metrics())["tokenmill_kv_leases_expired_total"] == 1
+
+    await until(expired)
+    assert await prefill.kv_leases() == 0
