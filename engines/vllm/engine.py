@@ -29,7 +29,7 @@ from engines.base import (
     StepSink,
 )
 from engines.vllm import environment
-from engines.vllm.config import VllmConfig
+from engines.vllm.config import Fault, VllmConfig
 from engines.vllm.fingerprint import fingerprint, locate
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["VllmEngine"]
 
-_STOP_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 10.0
+"""Until vLLM's processes are killed. Taking NIXL and torch down takes them about 5 s."""
 
 
 class VllmEngine:
@@ -125,7 +126,7 @@ class VllmEngine:
             asyncio.create_task(self._forget_dropped(), name="vllm-aborts"),
         ]
         if self._config.fault:
-            await llm.collective_rpc("tokenmill_set_fault", args=(self._config.fault,))
+            await self.inject_fault(self._config.fault)
         return info
 
     async def stop(self) -> None:
@@ -157,6 +158,7 @@ class VllmEngine:
         with suppress(TokenmillError):
             llm = await making
             await asyncio.to_thread(llm.shutdown, _STOP_TIMEOUT_S)
+        multiprocessing.active_children()  # takes leave of those that have ended
 
     def failed(self) -> str | None:
         """See `Engine.failed`."""
@@ -290,6 +292,10 @@ class VllmEngine:
         if self._leases.pop(handle_id, None) is None:
             return False
         return any(await self._rpc("tokenmill_release", handle_id))
+
+    async def inject_fault(self, fault: Fault) -> None:
+        """For tests: go wrong in this way from now on; empty ends it."""
+        await self._rpc("tokenmill_set_fault", fault)
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Asks every worker, between two of its steps."""
