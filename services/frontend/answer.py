@@ -125,8 +125,10 @@ class Answer:
             return
         if finished.HasField("usage"):
             usage = finished.usage
+            if not self._stopped:  # a stop string's own count is the smaller and the right one
+                self.completion_tokens = usage.completion_tokens
             self.usage = Usage(
-                len(self.generation.prompt), usage.completion_tokens, usage.cached_tokens, usage.remote_tokens
+                len(self.generation.prompt), self.completion_tokens, usage.cached_tokens, usage.remote_tokens
             )
         if self._stopped:
             self._end(FinishReason.STOP)
@@ -171,7 +173,6 @@ class Answer:
                 reason = FinishReason.STOP
             text += self._stops.finish()
         self._deliver(text, (), ())
-        self.completion_tokens = max(self.completion_tokens, self.usage.completion_tokens)
         self._end(reason)
 
     def _text_of(self, token_ids: Sequence[int]) -> str:

@@ -56,7 +56,7 @@ def make_generations(
     deadline: float,
     param: str,
 ) -> list[Generation]:
-    """`options.n` answers a prompt; `param` is the prompt's name. Raises `InvalidRequest` for what the model cannot take."""
+    """`options.n` answers a prompt, `param` being the prompt's name. Raises `InvalidRequest` where the model cannot."""
     card = model.card
     check_capabilities(options.sampling, options.priority, card.name, card.capabilities)
     for token_id in options.sampling.stop_token_ids:

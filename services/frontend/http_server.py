@@ -117,7 +117,7 @@ class HttpServer:
             )
         except OSError as error:
             raise SettingsError(
-                f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --http-port, 0 for any",
+                f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port, 0 for any",
                 param="frontend.http_port",
             ) from error
         bound: socket.socket = self._server.sockets[0]
