@@ -10,6 +10,7 @@ from engines.settings import EngineSettings
 from services.decode.settings import DecodeSettings
 from services.frontend.settings import FrontendSettings
 from services.prefill.settings import PrefillSettings
+from services.router.settings import RouterSettings
 
 __all__ = ["ALL_SECTIONS", "SERVICE_SECTIONS"]
 
@@ -18,6 +19,7 @@ SERVICE_SECTIONS: Mapping[str, type] = {
     "common": CommonSettings,
     "engine": EngineSettings,
     "frontend": FrontendSettings,
+    "router": RouterSettings,
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
 }

@@ -33,7 +33,11 @@ def configure_logging(settings: CommonSettings, *, service: str) -> None:
     ]
     # Plain tracebacks: the richer ones print local variables, and those may hold a prompt.
     render: list[structlog.typing.Processor] = (
-        [structlog.dev.ConsoleRenderer(pad_event_to=0, exception_formatter=structlog.dev.plain_traceback)]
+        [
+            structlog.dev.ConsoleRenderer(
+                pad_event_to=0, colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+            )
+        ]
         if human
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_to_json)]
     )
