@@ -21,7 +21,8 @@ FLUSH_AFTER_S = 0.005
 """Events wait this long for company: one batch of many costs far less than many of one."""
 MAX_BATCH_HASHES = 32_768
 """About 300 KiB, safely below a NATS server's default payload limit of 1 MiB."""
-SNAPSHOT_PART_BLOCKS = 32_768
+SNAPSHOT_PART_BLOCKS = 8_192
+"""A receiver takes a part in a few milliseconds, between its other work."""
 
 
 class Publisher(Protocol):

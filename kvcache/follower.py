@@ -93,6 +93,12 @@ class Follower:
         """Something may have been missed: a snapshot is needed."""
         self.gap = self.gap or gap
 
+    def restart(self, epoch: int) -> None:
+        """Somebody else says the worker has begun a new life; what it has said since may have been missed."""
+        if epoch > self.epoch:
+            self._begin(epoch)
+            self.gap = Gap.NEW
+
     def snapshot(self) -> Snapshot:
         """Begins to take in a snapshot that was asked for after the gap was known."""
         return Snapshot(self, self._index)

@@ -173,6 +173,18 @@ def test_a_new_epoch_is_learnt_from_a_report_too(follower: Follower, index: KvIn
     assert_true(follower, index, worker)
 
 
+def test_a_new_epoch_told_by_others_needs_a_snapshot(follower: Follower, index: KvIndex, worker: Worker) -> None:
+    follower.on_batch(worker.say(Stored(None, (1,))))
+    follower.restart(worker.epoch)
+    assert follower.gap is None  # nothing new
+    worker.restart()
+    worker.say(Stored(None, (2,)))  # lost
+    follower.restart(worker.epoch)
+    assert (follower.gap, index.overlaps([1])) == (Gap.NEW, {})
+    assert mend(follower, worker)
+    assert_true(follower, index, worker)
+
+
 def test_a_snapshot_of_a_former_life_is_thrown_away(follower: Follower, index: KvIndex, worker: Worker) -> None:
     follower.lose(Gap.DISCONNECTED)
     snapshot = follower.snapshot()

@@ -1,0 +1,30 @@
+"""`tokenmill router`: decides which worker serves a request."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from controlplane.host import run
+from controlplane.settings import CommonSettings, load
+from services.router.service import RouterService
+from services.router.settings import RouterSettings
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until told to stop. Raises `SettingsError`."""
+    loaded = load(
+        {"common": CommonSettings, "router": RouterSettings},
+        sys.argv[1:] if argv is None else argv,
+        os.environ,
+        prog="tokenmill router",
+        description="Decides which worker serves a request.",
+    )
+    return run(RouterService(loaded.get(RouterSettings)), loaded.get(CommonSettings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

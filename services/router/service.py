@@ -1,0 +1,240 @@
+"""The router as a gRPC service: protobuf at the edge, the decisions in `scheduler.py`."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+
+import grpc
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from tokenmill.router.v1 import router_pb2, router_pb2_grpc
+
+from controlplane.errors import NotFound, Unavailable
+from controlplane.host import Host
+from controlplane.instances import Instance, ModelCard
+from controlplane.telemetry import get_logger
+from kvcache.index import KvIndex
+from kvcache.load import LoadReport
+from services.router.ingest import Ingest
+from services.router.placements import Book
+from services.router.policies import POLICIES, Candidate
+from services.router.predictions import Predictions
+from services.router.scheduler import Decision, Request, Scheduler
+from services.router.settings import RouterSettings
+from services.router.workers import Roster
+
+__all__ = ["RouterService"]
+
+WARM_UP_S = 2.0
+"""A router that starts into a running deployment is READY once it knows what the workers hold, or after this long."""
+EXPLAIN_KEY = "tokenmill-explain"
+
+
+class RouterService(router_pb2_grpc.RouterServicer):
+    """Owns the router's state; everything in it happens on the event loop's thread."""
+
+    name = "router"
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._log = get_logger(__name__)
+        self._index = KvIndex()
+        self._roster = Roster()
+        self._book = Book(settings.placement_ttl_s)
+        self._predictions = Predictions()
+        self._scheduler = Scheduler(
+            POLICIES[settings.policy](),
+            settings.remote_prefill_min_tokens,
+            roster=self._roster,
+            index=self._index,
+            book=self._book,
+            predictions=self._predictions,
+            chance=random.Random(),
+        )
+        self._ingest: Ingest | None = None
+        self._metrics: _Metrics | None = None
+        self._refused_pairs: set[tuple[str, str]] = set()
+
+    # Life (controlplane.host.Service)
+
+    def add_to(self, server: grpc.aio.Server) -> Sequence[str]:
+        """Adds the Router service."""
+        router_pb2_grpc.add_RouterServicer_to_server(self, server)
+        return [router_pb2.DESCRIPTOR.services_by_name["Router"].full_name]
+
+    async def start(self, host: Host) -> ModelCard | None:
+        """Follows the workers; ready when the first picture is complete."""
+        self._metrics = _Metrics(host.registry, self._settings.policy, self._book)
+        self._ingest = Ingest(
+            self._index,
+            self,
+            deployment=host.settings.deployment,
+            discovery=host.discovery,
+            bus=host.bus,
+            channels=host.channels,
+            registry=host.registry,
+        )
+        await self._ingest.begin()
+        host.spawn(self._ingest.run(), "ingest")
+        if not await self._ingest.wait_in_step(WARM_UP_S):
+            self._log.warning("ready without every worker's blocks; they follow", waited_s=WARM_UP_S)
+        return None
+
+    async def drain(self, timeout_s: float) -> None:
+        """A decision takes less than a millisecond: there is nothing to wait for."""
+
+    async def stop(self) -> None:
+        """The host ends the ingest."""
+
+    def failed(self) -> str | None:
+        """It has no way to fail that its host does not see."""
+        return None
+
+    # Calls
+
+    async def Schedule(  # noqa: N802
+        self,
+        request: router_pb2.ScheduleRequest,
+        context: grpc.aio.ServicerContext[router_pb2.ScheduleRequest, Awaitable[router_pb2.ScheduleResponse]],
+    ) -> router_pb2.ScheduleResponse:
+        """Places one request."""
+        began = time.perf_counter()
+        metrics = self._metrics
+        if metrics is None:
+            raise Unavailable("the router is starting; try again", retry_after_s=1.0)
+        explain = any(key == EXPLAIN_KEY and value == "1" for key, value in context.invocation_metadata() or ())
+        decision = self._scheduler.schedule(
+            Request(
+                request.request_id,
+                request.model,
+                list(request.block_hashes),
+                request.prompt_tokens,
+                frozenset(request.excluded_instances),
+            ),
+            time.monotonic(),
+            explain=explain,
+        )
+        response = self._response(decision)
+        metrics.decided(decision, time.perf_counter() - began)
+        return response
+
+    async def Report(  # noqa: N802
+        self,
+        request: router_pb2.ReportRequest,
+        context: grpc.aio.ServicerContext[router_pb2.ReportRequest, Awaitable[router_pb2.ReportResponse]],
+    ) -> router_pb2.ReportResponse:
+        """Takes what came of earlier placements."""
+        now = time.monotonic()
+        for outcome in request.outcomes:
+            match outcome.WhichOneof("outcome"):
+                case "prefill_done":
+                    self._book.prefilled(outcome.request_id, now)
+                case "first_token":
+                    self._book.computed(outcome.request_id)
+                case "freed":
+                    self._book.freed(outcome.request_id)
+        return router_pb2.ReportResponse()
+
+    async def GetIndex(  # noqa: N802
+        self,
+        request: router_pb2.GetIndexRequest,
+        context: grpc.aio.ServicerContext[router_pb2.GetIndexRequest, AsyncIterator[router_pb2.WorkerBlocks]],
+    ) -> AsyncIterator[router_pb2.WorkerBlocks]:
+        """Shows the index. Scans all of it for each worker."""
+        followers = dict(self._ingest.followers) if self._ingest is not None else {}
+        if request.instance_id and request.instance_id not in followers:
+            raise NotFound(f"no worker {request.instance_id!r} is followed", param="instance_id")
+        for instance_id, follower in followers.items():
+            if request.instance_id in ("", instance_id):
+                yield router_pb2.WorkerBlocks(
+                    instance_id=instance_id,
+                    epoch=follower.epoch,
+                    seq=follower.seq,
+                    hashes=self._index.blocks(follower.holder),
+                    stale=follower.gap is not None,
+                )
+
+    # News of workers (services.router.ingest.Listener)
+
+    def on_instances(self, instances: Mapping[str, Instance]) -> None:
+        """Takes the workers to choose from, and says loudly which of them cannot work together."""
+        self._roster.update(instances.values())
+        pairs = {
+            (prefill.instance_id, decode.instance_id): prefill.format.differences(decode.format)
+            for prefill, decode in self._roster.incompatible_pairs()
+        }
+        for (prefill_id, decode_id), differences in pairs.items():
+            if (prefill_id, decode_id) not in self._refused_pairs:
+                self._log.error(
+                    "these two cannot exchange KV and are never paired",
+                    prefill=prefill_id,
+                    decode=decode_id,
+                    differences=differences,
+                )
+        self._refused_pairs = set(pairs)
+        if self._metrics is not None:
+            self._metrics.incompatible_pairs.set(len(pairs))
+
+    def on_load(self, report: LoadReport) -> None:
+        """Corrects what is believed of a worker's load."""
+        self._book.report(report, time.monotonic())
+
+    def on_forget(self, instance_id: str) -> None:
+        """Nothing that was placed there runs any more."""
+        self._book.forget(instance_id)
+        self._predictions.forget(instance_id)
+
+    def _response(self, decision: Decision) -> router_pb2.ScheduleResponse:
+        return router_pb2.ScheduleResponse(
+            decode=_target(decision.decode),
+            prefill=_target(decision.prefill) if decision.prefill is not None else None,
+            uncached_tokens=decision.uncached_tokens,
+            policy=self._settings.policy,
+            why=decision.why,
+            candidates=[
+                router_pb2.Candidate(
+                    instance_id=one.instance_id, role=one.role, score=one.score, terms=one.terms, filtered=one.filtered
+                )
+                for one in decision.seen
+            ],
+        )
+
+
+class _Metrics:
+    """Labels are resolved once: a decision is made thousands of times a second."""
+
+    def __init__(self, registry: CollectorRegistry, policy: str, book: Book) -> None:
+        decisions = Counter("tokenmill_router_decisions", "Requests placed", ["policy", "remote"], registry=registry)
+        self._remote = decisions.labels(policy, "true")
+        self._local = decisions.labels(policy, "false")
+        self._seconds = Histogram(
+            "tokenmill_router_schedule_seconds",
+            "Time to place a request",
+            buckets=(1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1),
+            registry=registry,
+        )
+        tokens = Counter("tokenmill_router_prompt_tokens", "Prompt tokens placed", ["kv"], registry=registry)
+        self._held, self._uncached = tokens.labels("held"), tokens.labels("uncached")
+        self.incompatible_pairs = Gauge(
+            "tokenmill_router_incompatible_pairs", "Prefill-decode pairs whose KV formats differ", registry=registry
+        )
+        Gauge("tokenmill_router_placements", "Placements in flight", registry=registry).set_function(lambda: len(book))
+
+    def decided(self, decision: Decision, seconds: float) -> None:
+        """Counts one decision."""
+        computes = decision.prefill or decision.decode
+        (self._remote if decision.prefill is not None else self._local).inc()
+        self._held.inc(computes.held_blocks * computes.worker.format.block_size)
+        self._uncached.inc(decision.uncached_tokens)
+        self._seconds.observe(seconds)
+
+
+def _target(candidate: Candidate) -> router_pb2.Target:
+    worker = candidate.worker
+    return router_pb2.Target(
+        instance_id=worker.instance_id,
+        epoch=worker.epoch,
+        address=worker.address,
+        overlap_blocks=candidate.held_blocks,
+    )

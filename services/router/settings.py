@@ -1,0 +1,23 @@
+"""The [router] section of the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from controlplane.settings import setting
+from services.router.policies import POLICIES
+
+__all__ = ["RouterSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSettings:
+    """How requests are placed."""
+
+    policy: str = setting("lmetric", "how a worker is chosen", choices=tuple(POLICIES))
+    remote_prefill_min_tokens: int = setting(
+        0, "prompts with more uncached tokens than this are prefilled by a prefill worker; 0: all prompts", minimum=0
+    )
+    placement_ttl_s: float = setting(
+        120.0, "a placement of which no report comes is forgotten after this long, seconds", minimum=1
+    )

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import grpc
+import msgspec
+import pytest
+from tokenmill.router.v1 import router_pb2
+
+from controlplane.embedded import EmbeddedEtcd, EmbeddedNats
+from controlplane.errors import NotFound, Unavailable
+from controlplane.grpc_errors import from_rpc_error
+from controlplane.instances import State
+from engines.base import LoadSnapshot
+from kvcache.events import Cleared, Removed, Stored, Tier
+from tests.integration.router.conftest import CARD, FORMAT, Cluster, LightWorker, StartRouter, until
+
+
+def chain(seed: int, length: int) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.getrandbits(64) for _ in range(length)]
+
+
+def churn(workers: Sequence[LightWorker], chance: random.Random, *, unheard: bool = False) -> None:
+    """Some stored and removed blocks on every worker."""
+    for worker in workers:
+        say = worker.say_unheard if unheard else worker.say
+        held = worker.publisher.holdings.hashes()
+        say(
+            Stored(None, tuple(chance.getrandbits(64) for _ in range(chance.randrange(1, 40)))),
+            Stored(None, tuple(chain(1, 20))),
+            Removed(tuple(held[: len(held) // 3])),
+        )
+
+
+async def test_events_reach_the_index_and_the_holder_is_chosen(cluster: Cluster, start_router: StartRouter) -> None:
+    router = await start_router(cluster)
+    one, two = await cluster.start("p-1", "prefill"), await cluster.start("p-2", "prefill")
+    decode = await cluster.start("d-1", "decode")
+    hashes = chain(7, 32)
+    two.say(Stored(None, tuple(hashes[:20])), Stored(hashes[19], tuple(hashes[20:]), Tier.HOST))
+    await until(lambda: router.agrees_with(cluster), "the index has the events")
+    for turn in range(4):
+        placed = await router.schedule(hashes, request_id=f"r-{turn}", tokens=32 * 16)
+        assert (placed.decode.instance_id, placed.decode.address) == ("d-1", decode.instance.address)
+        if turn == 0:
+            assert (placed.prefill.instance_id, placed.prefill.overlap_blocks) == ("p-2", 20)
+            assert placed.uncached_tokens == 12 * 16
+            assert "p-2 prefills (20 of 32 blocks held)" in placed.why
+    assert one.publisher.holdings.count == 0
+
+
+async def test_a_decision_is_explained_when_asked(cluster: Cluster, start_router: StartRouter) -> None:
+    router = await start_router(cluster, "--policy", "round_robin")
+    await cluster.start("p-1", "prefill")
+    decode = await cluster.start("d-1", "decode")
+    await cluster.start("d-2", "decode", state=State.DRAINING)
+    decode.load = LoadSnapshot(running_requests=3, kv_used_blocks=40)
+    await until(lambda: router.agrees_with(cluster), "the workers are known")
+
+    async def explained() -> bool:
+        placed = await router.schedule(explain=True, request_id="r")
+        await router.stub.Report(router_pb2.ReportRequest(outcomes=[freed("r")]), timeout=5)
+        seen = {one.instance_id: one for one in placed.candidates}
+        assert placed.policy == "round_robin"
+        assert seen["p-1"].terms["uncached_tokens"] == 100
+        assert seen["d-2"].filtered == "draining"
+        return seen["d-1"].terms["requests"] == 3 and seen["d-1"].terms["kv_blocks"] == 40
+
+    await until(explained, "the load report is in the terms")
+    assert not (await router.schedule()).candidates
+
+
+def freed(request_id: str) -> router_pb2.Outcome:
+    return router_pb2.Outcome(request_id=request_id, freed=router_pb2.Freed())
+
+
+async def test_errors_are_typed(cluster: Cluster, start_router: StartRouter) -> None:
+    router = await start_router(cluster)
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await router.schedule(model="nobody's")
+    error = from_rpc_error(failed.value)
+    assert isinstance(error, NotFound)
+    assert error.param == "model"
+    async with cluster.running("d-1", "decode", state=State.DRAINING):
+        await until(lambda: router.agrees_with(cluster), "the worker is known")
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await router.schedule()
+        error = from_rpc_error(failed.value)
+        assert isinstance(error, Unavailable)
+        assert error.retry_after_s > 0
+        assert "d-1 is draining" in error.message
+    await until(lambda: router.agrees_with(cluster), "the worker is gone")
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await router.schedule()
+    assert isinstance(from_rpc_error(failed.value), Unavailable)  # known, but nobody serves it now
+
+
+async def test_workers_of_different_formats_are_never_paired_and_it_is_said_once(
+    cluster: Cluster, start_router: StartRouter
+) -> None:
+    router = await start_router(cluster)
+    await cluster.start("d-1", "decode")
+    wide = msgspec.structs.replace(CARD, format=FORMAT.__class__("fingerprint", "float32", 32, "nhd", "x", "1", "tp1"))
+    await cluster.start("p-wide", "prefill", card=wide)
+    await until(lambda: router.agrees_with(cluster), "the workers are known")
+    assert not (await router.schedule()).HasField("prefill")
+    await cluster.start("p-fit", "prefill")
+    await until(lambda: router.agrees_with(cluster), "the third is known")
+    for turn in range(6):
+        assert (await router.schedule(request_id=str(turn))).prefill.instance_id == "p-fit"
+    said = [line for line in router.log.read_text().splitlines() if "never paired" in line]
+    assert len(said) == 1
+    assert "block_size 32 != 16" in said[0]
+
+
+async def test_a_lost_message_is_mended_by_the_next_one_or_by_the_load_report(
+    cluster: Cluster, start_router: StartRouter
+) -> None:
+    router = await start_router(cluster)
+    worker = await cluster.start("d-1", "decode")
+    await until(lambda: router.agrees_with(cluster), "the worker is known")
+    worker.say_unheard(Stored(None, (1, 2)))
+    worker.say(Stored(2, (3,)))
+    await until(lambda: router.agrees_with(cluster), "a skipped number is mended", within_s=5)
+    worker.say_unheard(Stored(3, (4,)), Removed((1,)))
+    await until(lambda: router.agrees_with(cluster), "a lost last message is mended", within_s=5)
+    worker.say_unheard(Cleared())
+    await until(lambda: router.agrees_with(cluster), "a lost clear is mended", within_s=5)
+
+
+async def test_a_worker_that_comes_goes_and_begins_anew_is_followed(
+    cluster: Cluster, start_router: StartRouter
+) -> None:
+    router = await start_router(cluster)
+    async with cluster.running("d-1", "decode") as first:
+        first.say(Stored(None, (1, 2, 3)))
+        await until(lambda: router.agrees_with(cluster), "the worker is known")
+        epoch = first.instance.epoch + 1
+        first.publisher.new_epoch(epoch)
+        await first.publish(epoch=epoch)
+        first.say(Stored(None, (4,)))
+        await until(lambda: router.agrees_with(cluster), "the new epoch is known")
+    await until(lambda: router.agrees_with(cluster), "the worker is gone")
+    async with cluster.running("d-1", "decode") as second:  # the same name: a restart
+        second.say(Stored(None, (5,)))
+        await until(lambda: router.agrees_with(cluster), "the restarted worker is known")
+        assert list((await router.index())["d-1"].hashes) == [5]
+
+
+async def test_a_restarted_router_knows_everything_when_it_is_ready(
+    cluster: Cluster, start_router: StartRouter
+) -> None:
+    workers = [await cluster.start(f"d-{at}", "decode") for at in range(3)]
+    first = await start_router(cluster)
+    chance = random.Random(3)
+    for _ in range(5):
+        churn(workers, chance)
+    await until(lambda: first.agrees_with(cluster), "the first router knows")
+    await first.kill()
+    churn(workers, chance)
+    second = await start_router(cluster)
+    assert await second.agrees_with(cluster)
+
+
+async def test_a_restarted_nats_leaves_the_index_true_block_by_block(
+    etcd: str, own_nats: EmbeddedNats, deployment: str, cluster: Cluster, start_router: StartRouter
+) -> None:
+    cluster.nats = own_nats.endpoint
+    workers = [await cluster.start(f"{role[0]}-{at}", role) for role in ("prefill", "decode") for at in range(2)]
+    router = await start_router(cluster)
+    chance = random.Random(4)
+    churn(workers, chance)
+    await until(lambda: router.agrees_with(cluster), "the index is true before")
+    own_nats.kill()
+    churn(workers, chance)
+    assert (await router.schedule(chain(1, 20), tokens=400)).decode.overlap_blocks == 20  # still serving
+    own_nats.restart()
+    churn(workers, chance)
+    await until(lambda: router.agrees_with(cluster), "the index is true again", within_s=5)
+
+
+async def test_a_restarted_etcd_changes_nothing(
+    own_etcd: EmbeddedEtcd, nats: str, deployment: str, cluster: Cluster, start_router: StartRouter
+) -> None:
+    cluster.etcd = own_etcd.endpoint
+    workers = [await cluster.start(f"d-{at}", "decode") for at in range(2)]
+    router = await start_router(cluster)
+    chance = random.Random(5)
+    churn(workers, chance)
+    await until(lambda: router.agrees_with(cluster), "the index is true before")
+    own_etcd.kill()
+    churn(workers, chance)
+    await until(lambda: router.agrees_with(cluster), "events flow without etcd", within_s=5)
+    assert (await router.schedule(chain(1, 20), tokens=400)).decode.overlap_blocks == 20
+    own_etcd.restart()
+    await until(lambda: router.agrees_with(cluster), "the index is still true", within_s=5)
+    await cluster.start("d-late", "decode")
+    await until(lambda: router.agrees_with(cluster), "a newcomer is seen", within_s=10)
+
+
+async def test_many_events_under_constant_loss_end_in_a_true_index(cluster: Cluster, start_router: StartRouter) -> None:
+    router = await start_router(cluster)
+    workers = [await cluster.start(f"d-{at}", "decode") for at in range(3)]
+    chance = random.Random(6)
+    for _ in range(60):
+        churn(workers, chance, unheard=chance.random() < 0.3)
+        await asyncio.sleep(0.01)
+    await until(lambda: router.agrees_with(cluster), "the index is true", within_s=5)
