@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", metavar="NAME", help="one of /v1/models [default: the first]")
     parser.add_argument("--system", metavar="TEXT", help="instructions the model gets first")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer [default: what the model allows]")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 always takes the likeliest token")
     parser.add_argument(
         "--api-key", default=os.environ.get("OPENAI_API_KEY", ""), metavar="KEY", help="[env OPENAI_API_KEY]"
     )
@@ -58,6 +59,7 @@ class _Chat:
         self._url: str = arguments.url or _url_of(arguments.deployment)
         self._api_key: str = arguments.api_key
         self._max_tokens: int | None = arguments.max_tokens
+        self._temperature: float | None = arguments.temperature
         self._system: list[Message] = [{"role": "system", "content": arguments.system}] if arguments.system else []
         self._messages = list(self._system)
         self.model: str = asyncio.run(self._choose(arguments.model))
@@ -92,7 +94,8 @@ class _Chat:
 
     async def _stream(self, said: list[str]) -> None:
         async with OpenAiClient(self._url, api_key=self._api_key) as client:
-            async for text in client.chat(self.model, self._messages, max_tokens=self._max_tokens):
+            answer = client.chat(self.model, self._messages, max_tokens=self._max_tokens, temperature=self._temperature)
+            async for text in answer:
                 said.append(text)
                 print(text, end="", flush=True)
         print()

@@ -61,20 +61,21 @@ class OpenAiClient:
             raise _refusal(response.status_code, response.content)
         return [model["id"] for model in response.json()["data"]]
 
-    def chat(self, model: str, messages: Sequence[Message], *, max_tokens: int | None) -> AsyncGenerator[str, None]:
+    def chat(
+        self, model: str, messages: Sequence[Message], *, max_tokens: int | None, temperature: float | None = None
+    ) -> AsyncGenerator[str, None]:
         """The answer's text as it comes; `usage` is set at its end. Closing the iterator cancels the request."""
-        request = {"model": model, "messages": list(messages)}
-        return self._stream("/v1/chat/completions", request, max_tokens)
+        request = {"model": model, "messages": list(messages), "max_tokens": max_tokens, "temperature": temperature}
+        return self._stream("/v1/chat/completions", request)
 
     def complete(self, model: str, prompt: str, *, max_tokens: int) -> AsyncGenerator[str, None]:
         """As `chat`, of a plain text to go on with: any model can do that."""
-        return self._stream("/v1/completions", {"model": model, "prompt": prompt}, max_tokens)
+        return self._stream("/v1/completions", {"model": model, "prompt": prompt, "max_tokens": max_tokens})
 
-    async def _stream(self, path: str, request: dict[str, Any], max_tokens: int | None) -> AsyncGenerator[str, None]:
+    async def _stream(self, path: str, wanted: dict[str, Any]) -> AsyncGenerator[str, None]:
         self.usage = None
+        request = {name: value for name, value in wanted.items() if value is not None}
         request |= {"stream": True, "stream_options": {"include_usage": True}}
-        if max_tokens is not None:
-            request["max_tokens"] = max_tokens
         try:
             async with self._http.stream("POST", path, json=request) as response:
                 if response.is_error:

@@ -184,7 +184,9 @@ class _Up:
             ) from None
 
     async def _answer(self, client: OpenAiClient, model: str, prompt: str) -> None:
-        async for text in client.chat(model, [{"role": "user", "content": prompt}], max_tokens=self._up.max_tokens):
+        messages = [{"role": "user", "content": prompt}]
+        # Greedy: the same answer every time, and a small model's best.
+        async for text in client.chat(model, messages, max_tokens=self._up.max_tokens, temperature=0.0):
             print(text, end="", flush=True)
         print(flush=True)
 
