@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -194,10 +195,13 @@ class VllmEngine:
             return KvOutcome.INCOMPATIBLE, None
         try:
             params: dict[str, Any] = msgspec.msgpack.decode(kv.engine_params)
-            digests = iter(kv.digests)
-            params["digests"] = [[next(digests) for _ in group] for group in params["remote_block_ids"]]
-        except (msgspec.DecodeError, KeyError, TypeError, RuntimeError):
+            groups: list[list[int]] = params["remote_block_ids"]
+            if sum(map(len, groups)) != len(kv.digests):
+                return KvOutcome.CORRUPT, None
+        except (msgspec.DecodeError, KeyError, TypeError):
             return KvOutcome.CORRUPT, None
+        digests = iter(kv.digests)
+        params["digests"] = [list(islice(digests, len(group))) for group in groups]
         return KvOutcome.LOCAL, params
 
     async def prefill(self, request: EngineRequest) -> PrefillResult:

@@ -36,7 +36,7 @@ DEADLINE_S = 60.0
 async def eventually(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
     """Waits until `condition` holds."""
     async with asyncio.timeout(deadline_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - some conditions are in other processes
             await asyncio.sleep(0.02)
 
 
