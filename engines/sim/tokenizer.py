@@ -31,23 +31,23 @@ BUILTIN_CHAT_TEMPLATE = (
 
 _SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
-_WORDS = (
-    "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they which "
-    "one you were her all she there would their we him been has when who will more no if out so said what up its about "
-    "into than them can only other new some could time these two may then do first any my now such like our over man me "
-    "even most made after also did many before must through back years where much your way well down should because "
-    "each just those people how too little state good very make world still own see men work long get here between both "
-    "life being under never day same another know while last might us great old year off come since against go came "
-    "right used take three states himself few house use during without again place around however home small found "
-    "thought went say part once general high upon school every does got united left number course war until always away "
-    "something fact though water less public put think almost hand enough far took head yet government system better "
-    "set told nothing night end why called eyes find going look asked later knew point next program city business give "
-    "group toward young days let room word within side social given present several order national possible rather "
-    "second face per among form important often things looked early white case big become large need best felt along "
-    "god four church ever least power light seen family interest want members others mind country area done turned "
-    "although open service certain kind problem began different door thus help sense means whole matter child idea "
-    "morning river garden letter story music number question answer reason voice moment quiet bright simple clear"
-).split()
+_WORDS = """
+the of and to in a is that for it as was with be by on not he his but at are this have from or had an they which one
+you were her all she there would their we him been has when who will more no if out so said what up its about into
+than them can only other new some could time these two may then do first any my now such like our over man me even
+most made after also did many before must through back years where much your way well down should because each just
+those people how too little state good very make world still own see men work long get here between both life being
+under never day same another know while last might us great old year off come since against go came right used take
+three states himself few house use during without again place around however home small found thought went say part
+once general high upon school every does got united left number course war until always away something fact though
+water less public put think almost hand enough far took head yet government system better set told nothing night end
+why called eyes find going look asked later knew point next program city business give group toward young days let
+room word within side social given present several order national possible rather second face per among form
+important often things looked early white case big become large need best felt along god four church ever least
+power light seen family interest want members others mind country area done turned although open service certain
+kind problem began different door thus help sense means whole matter child idea morning river garden letter story
+music number question answer reason voice moment quiet bright simple clear
+"""
 
 
 def _byte_alphabet() -> list[str]:
@@ -62,7 +62,7 @@ def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
     alphabet = _byte_alphabet()
     vocab = {token: i for i, token in enumerate(alphabet)}
     merges = []
-    for word in _WORDS:
+    for word in _WORDS.split():
         token = alphabet[ord(" ")]
         for letter in word:
             if token + letter not in vocab:
@@ -81,7 +81,7 @@ def builtin_word_token_ids() -> list[int]:
     """The tokens that are whole words with their leading space, ascending."""
     vocab, _ = _vocabulary()
     space = _byte_alphabet()[ord(" ")]
-    return sorted({vocab[space + word] for word in _WORDS})
+    return sorted({vocab[space + word] for word in _WORDS.split()})
 
 
 def builtin_tokenizer_json() -> str:
