@@ -69,14 +69,16 @@ class DecodeStream:
             self._cancel(answer)
 
     def deliver(self, batch: decode_pb2.StepBatch) -> None:
-        """One pass over everything a message brings."""
+        """One pass over everything a message brings. Raises `EngineFailed` for one that cannot be read."""
         self._silent_ticks = 0
         now = asyncio.get_running_loop().time()
         answers = self._answers
         token_ids = list(batch.token_ids)
+        if len(batch.slots) != len(batch.counts) or sum(batch.counts) != len(token_ids):
+            raise EngineFailed("brought a message whose columns do not fit each other")
         logprobs = {entry.slot: entry.positions for entry in batch.logprobs}
         start = 0
-        for slot, count in zip(batch.slots, batch.counts, strict=True):
+        for slot, count in zip(batch.slots, batch.counts, strict=False):
             end = start + count
             answer = answers.get(slot)
             if answer is not None and count:
@@ -106,11 +108,12 @@ class DecodeStream:
                 async for batch in self._call:
                     self.deliver(batch)
                 sender.cancel()
-        except* grpc.aio.AioRpcError as failed:
-            reasons = [
-                from_rpc_error(one).message for one in failed.exceptions if isinstance(one, grpc.aio.AioRpcError)
-            ]
-            self._end_reason = f"broke: {'; '.join(reasons)}"
+        except* (grpc.aio.AioRpcError, EngineFailed) as failed:
+            self._end_reason = "; ".join(
+                one.message if isinstance(one, EngineFailed) else f"broke: {from_rpc_error(one).message}"
+                for one in failed.exceptions
+                if isinstance(one, grpc.aio.AioRpcError | EngineFailed)
+            )
         finally:
             self._fail_all(Unavailable(f"the stream to the decode worker at {self.address} {self._end_reason}"))
 

@@ -51,11 +51,12 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Counts the bytes of a head before it is parsed: one endless header never reaches a callback."""
-        if self._in_head:
-            self._head_bytes += len(data)
+        """Counts the bytes of an unfinished head, since one endless header never reaches a callback."""
         super().data_received(data)
-        if self._in_head and self._head_bytes > self._max_head_bytes and not self.transport.is_closing():
+        if not self._in_head:
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > self._max_head_bytes and not self.transport.is_closing():
             self._refuse(_HeadTooLarge(f"the request's line and headers are over {self._max_head_bytes} bytes"))
 
     def on_message_begin(self) -> None:

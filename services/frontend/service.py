@@ -56,6 +56,10 @@ class FrontendService:
         door = self._door = FrontDoor(settings, models, dispatcher, metrics)
 
         def follow() -> None:
+            for one in discovery.instances.values():
+                # Connects ahead of the first request, whose 250 ms for the router would be short for that.
+                if one.state in _FOLLOWED and one.service != self.name:
+                    host.channels.get(one.address).get_state(try_to_connect=True)
             workers = [one for one in discovery.instances.values() if one.role == "decode" and one.state in _FOLLOWED]
             streams.follow(frozenset(one.address for one in workers))
 

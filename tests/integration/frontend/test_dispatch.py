@@ -1,0 +1,301 @@
+"""Place, prefill, decode, and what happens when one of them does not play along."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+from tokenmill.common.v1 import common_pb2
+from tokenmill.decode.v1 import decode_pb2
+
+from controlplane.discovery import Discovery
+from controlplane.errors import EngineFailed, Overloaded, Unavailable
+from kvcache.hashing import hash_blocks, root_hash
+from tests.integration.frontend.peers import (
+    Frontend,
+    Live,
+    ScriptedDecode,
+    ScriptedRouter,
+    ids,
+    prefilling,
+    routing,
+    running_frontend,
+    serving,
+    until,
+)
+
+PROMPT = "the one and the other " * 8
+
+
+@pytest.fixture(scope="module")
+def frontend(etcd: str, nats: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
+    """One of its own: the router here is for all its models."""
+    flags = ("--prefill-timeout-s", "0.5", "--schedule-timeout-s", "2")
+    with running_frontend(etcd, nats, tmp_path_factory.mktemp("frontend") / "log", *flags) as running:
+        yield running
+
+
+@pytest.fixture
+async def router(frontend: Frontend) -> AsyncIterator[ScriptedRouter]:
+    async with routing(frontend) as router:
+        yield router
+
+
+async def answer(live: Live) -> None:
+    live.send("fine")
+    live.finish(tokens=len(ids("fine")))
+
+
+async def break_stream(live: Live) -> None:
+    """As a worker that dies."""
+    live.stream.outgoing.put_nowait(decode_pb2.StepBatch(slots=[1], counts=[]))  # cannot be read: the columns differ
+
+
+def asks(model: str, **fields: Any) -> dict[str, Any]:
+    return {"model": model, "prompt": PROMPT} | fields
+
+
+async def counted(http: httpx.AsyncClient, name: str) -> float:
+    """A counter's present value, over all its labels that match."""
+    text = (await http.get("/metrics")).text
+    return sum(float(value) for value in re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE))
+
+
+async def test_the_router_is_asked_with_hashes_and_told_what_came_of_it(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    async with serving(frontend, ScriptedDecode(answer)) as worker:
+        router.targets = [worker]
+        done = await http.post("/v1/completions", json=asks(worker.model, max_tokens=9))
+        assert done.json()["choices"][0]["text"] == "fine"
+        await until(lambda: len(router.told) >= 2)
+    (asked,) = router.asked
+    request = worker.requests[0].request
+    assert asked.request_id == request.request_id
+    assert (asked.model, asked.prompt_tokens, asked.max_tokens) == (worker.model, len(ids(PROMPT)), 9)
+    discovery = await Discovery.connect(frontend.etcd, frontend.deployment, CollectorRegistry(), timeout_s=10)
+    seed = await discovery.deployment_seed()
+    await discovery.close()
+    assert list(asked.block_hashes) == hash_blocks(ids(PROMPT), 16, root_hash("fingerprint", seed=seed), seed)
+    told = {outcome.WhichOneof("outcome"): outcome for outcome in router.told}
+    assert {outcome.request_id for outcome in router.told} == {request.request_id}
+    assert told["first_token"].first_token.ttft_ms < 10_000
+    assert (told["freed"].freed.cached_tokens, told["freed"].freed.completion_tokens) == (3, len(ids("fine")))
+
+
+async def test_remote_prefill_hands_its_kv_to_decode_with_the_lease_that_is_left(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    async with (
+        serving(frontend, ScriptedDecode(answer)) as worker,
+        prefilling(frontend, router, worker.model) as prefill,
+    ):
+        router.targets = [worker]
+        done = await http.post("/v1/completions", json=asks(worker.model))
+        await until(lambda: len(router.told) >= 3)
+    assert done.json()["usage"]["tokenmill"] == {"remote_tokens": len(ids(PROMPT))}
+    assert list(prefill.ran[0].prompt_token_ids) == ids(PROMPT)
+    kv = worker.requests[0].request.kv
+    assert kv.handle_id == f"kv-{prefill.ran[0].request_id}"
+    assert 0 <= kv.lease_ms - kv.remaining_lease_ms < 10_000
+    assert prefill.released == [], "decode reads it"
+    prefilled = next(one.prefill_done for one in router.told if one.HasField("prefill_done"))
+    assert (prefilled.cached_tokens, prefilled.elapsed_ms) == (5, 9)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "delay_s", "reason"),
+    [
+        (EngineFailed("boom"), 0.0, "engine_failed"),
+        (None, 30.0, "deadline_exceeded"),
+        (Overloaded("full"), 0.0, "overloaded"),
+    ],
+)
+async def test_when_prefill_fails_or_dawdles_decode_computes_the_prompt(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient, refusal: Any, delay_s: float, reason: str
+) -> None:
+    name = f'tokenmill_prefill_fallbacks_total{{reason="{reason}"}}'
+    before = await counted(http, re.escape(name))
+    async with (
+        serving(frontend, ScriptedDecode(answer)) as worker,
+        prefilling(frontend, router, worker.model) as prefill,
+    ):
+        router.targets = [worker]
+        prefill.refusal, prefill.delay_s = refusal, delay_s
+        done = await http.post("/v1/completions", json=asks(worker.model))
+    assert done.json()["choices"][0]["text"] == "fine"
+    assert not worker.requests[0].request.HasField("kv")
+    assert await counted(http, re.escape(name)) == before + 1
+
+
+async def test_a_client_that_hangs_up_during_prefill_cancels_it(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    async with (
+        serving(frontend, ScriptedDecode(answer)) as worker,
+        prefilling(frontend, router, worker.model) as prefill,
+    ):
+        router.targets = [worker]
+        prefill.delay_s = 30.0
+        with pytest.raises(httpx.ReadTimeout):
+            await http.post("/v1/completions", json=asks(worker.model), timeout=0.2)
+        await until(lambda: prefill.cancelled)
+    assert worker.requests == []
+
+
+async def test_when_decode_refuses_its_kv_is_given_back_and_another_worker_answers(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    full, free = ScriptedDecode(answer), ScriptedDecode(answer)
+    full.refusal, free.model = Overloaded("full"), full.model
+    async with (
+        serving(frontend, full),
+        serving(frontend, free),
+        prefilling(frontend, router, full.model) as prefill,
+    ):
+        router.targets = [full, free]
+        done = await http.post("/v1/completions", json=asks(full.model))
+        await until(lambda: prefill.released)
+    assert done.json()["choices"][0]["text"] == "fine"
+    first, second = router.asked
+    assert (list(first.excluded_instances), list(second.excluded_instances)) == ([], [full.instance_id])
+    assert prefill.released == [f"kv-{first.request_id}"]
+    assert free.requests[0].request.kv.handle_id == f"kv-{second.request_id}"
+    assert first.request_id != second.request_id, "what is late of the first must not meet the second"
+
+
+async def test_a_refusal_of_the_only_worker_reaches_the_client(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    async with serving(frontend, ScriptedDecode(answer)) as worker:
+        router.targets = [worker]
+        worker.refusal = Overloaded("all 4 seats are taken", retry_after_s=2)
+        done = await http.post("/v1/completions", json=asks(worker.model))
+    assert (done.status_code, done.headers["retry-after"]) == (429, "2")
+    assert done.json()["error"]["message"] == "all 4 seats are taken"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_worker_lost_before_the_client_has_anything_is_replaced_unnoticed(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient, stream: bool
+) -> None:
+    async def die(live: Live) -> None:
+        assert dying.server is not None
+        if not stream:
+            live.send("never seen")
+        await dying.server.stop(None)
+
+    dying, healthy = ScriptedDecode(die), ScriptedDecode(answer)
+    healthy.model = dying.model
+    async with serving(frontend, dying), serving(frontend, healthy):
+        router.targets = [dying, healthy]
+        done = await http.post("/v1/completions", json=asks(dying.model, stream=stream))
+    assert done.status_code == 200
+    assert "fine" in done.text
+    assert "never seen" not in done.text
+    assert len(dying.requests) == len(healthy.requests) == 1
+
+
+async def test_a_worker_lost_in_the_middle_of_a_stream_ends_it_with_an_error(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    async def die(live: Live) -> None:
+        live.send("so far")
+        await asyncio.sleep(0.1)
+        assert dying.server is not None
+        await dying.server.stop(None)
+
+    dying, healthy = ScriptedDecode(die), ScriptedDecode(answer)
+    healthy.model = dying.model
+    async with serving(frontend, dying), serving(frontend, healthy):
+        router.targets = [dying, healthy]
+        done = await http.post("/v1/completions", json=asks(dying.model, stream=True))
+    assert "so far" in done.text
+    assert '"code":"unavailable"' in done.text
+    assert healthy.requests == []
+
+
+async def test_a_worker_that_is_silent_for_three_seconds_is_lost(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    async def hang(live: Live) -> None:
+        hanging.heartbeats = False
+
+    hanging, healthy = ScriptedDecode(hang), ScriptedDecode(answer)
+    healthy.model = hanging.model
+    began = asyncio.get_running_loop().time()
+    async with serving(frontend, hanging), serving(frontend, healthy):
+        router.targets = [hanging, healthy]
+        done = await http.post("/v1/completions", json=asks(hanging.model))
+    assert done.json()["choices"][0]["text"] == "fine"
+    assert 2.5 < asyncio.get_running_loop().time() - began < 8
+
+
+async def test_without_a_router_in_time_a_worker_is_chosen_blind_and_counted(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    before = await counted(http, "tokenmill_schedule_blind_total")
+    async with serving(frontend, ScriptedDecode(answer)) as worker:
+        router.delay_s = 30.0
+        slow = await http.post("/v1/completions", json=asks(worker.model))
+        router.delay_s, router.refusal = 0.0, Unavailable("still starting")
+        refused = await http.post("/v1/completions", json=asks(worker.model))
+    assert slow.json()["choices"][0]["text"] == refused.json()["choices"][0]["text"] == "fine"
+    assert await counted(http, "tokenmill_schedule_blind_total") == before + 2
+
+
+async def test_blind_choices_spread_over_the_workers(frontend: Frontend, http: httpx.AsyncClient) -> None:
+    async def wait(live: Live) -> None:
+        await go_on.wait()
+        await answer(live)
+
+    go_on = asyncio.Event()
+    one, other = ScriptedDecode(wait), ScriptedDecode(wait)
+    other.model = one.model
+    async with serving(frontend, one), serving(frontend, other), asyncio.TaskGroup() as tasks:
+        for n in range(1, 5):
+            tasks.create_task(http.post("/v1/completions", json=asks(one.model)))
+            await until(lambda n=n: len(one.requests) + len(other.requests) == n)  # type: ignore[misc]
+        go_on.set()
+    assert (len(one.requests), len(other.requests)) == (2, 2)
+
+
+async def test_a_router_that_is_full_is_believed(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    async with serving(frontend, ScriptedDecode(answer)) as worker:
+        router.refusal = Overloaded("the queue is full", retry_after_s=3)
+        done = await http.post("/v1/completions", json=asks(worker.model))
+    assert (done.status_code, done.headers["retry-after"]) == (429, "3")
+    assert worker.requests == []
+
+
+async def test_a_message_that_makes_no_sense_ends_the_stream_and_not_the_frontend(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    odd, healthy = ScriptedDecode(break_stream), ScriptedDecode(answer)
+    healthy.model = odd.model
+    async with serving(frontend, odd), serving(frontend, healthy):
+        router.targets = [odd, healthy]
+        done = await http.post("/v1/completions", json=asks(odd.model))
+        assert done.json()["choices"][0]["text"] == "fine"
+        assert (await http.get("/health")).status_code == 200
+
+
+async def test_an_engine_that_fails_one_request_is_left_for_another(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    async def fail(live: Live) -> None:
+        live.finish(common_pb2.FINISH_REASON_ERROR, error=EngineFailed("boom"))
+
+    broken, healthy = ScriptedDecode(fail), ScriptedDecode(answer)
+    healthy.model = broken.model
+    async with serving(frontend, broken), serving(frontend, healthy):
+        router.targets = [broken, healthy]
+        done = await http.post("/v1/completions", json=asks(broken.model))
+    assert done.json()["choices"][0]["text"] == "fine"
