@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -211,18 +212,20 @@ class _Up:
 
     def _introduce(self, url: str, grpc_address: str, model: str) -> None:
         named = "" if self._plan.deployment == "default" else f" --deployment {self._plan.deployment}"
+        # `make up` runs it from a .venv that is not on PATH.
+        tokenmill = "tokenmill" if shutil.which("tokenmill") else os.path.relpath(sys.argv[0])
         body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
         print(
             f"""
 {model} is served at {url}/v1  ({self._engine.engine}, {self._up.prefill} prefill + {self._up.decode} decode)
 
-  talk    tokenmill chat{named}
+  talk    {tokenmill} chat{named}
   curl    curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'
   openai  OpenAI(base_url="{url}/v1", api_key="any")
   gRPC    {grpc_address}, tokenmill.inference.v1.Inference
-  look    tokenmill status{named}
+  look    {tokenmill} status{named}
   logs    {self._logs}
-  stop    {f"tokenmill down{named}" if self._up.detach else "Ctrl-C"}
+  stop    {f"{tokenmill} down{named}" if self._up.detach else "Ctrl-C"}
 """,
             flush=True,
         )
