@@ -74,7 +74,7 @@ class Agent:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"nixl-{name}", daemon=True)
         self._reads: set[Read] = set()
-        self._on_notice: Callable[[bytes], None] | None = None
+        self._on_notice: Callable[[bytes], object] | None = None
         self._listening = False
         self._closed = False
         # The rest belongs to the thread.
@@ -131,7 +131,7 @@ class Agent:
         """Sends a notice; its arrival is not confirmed. Raises `PeerUnreachable` when the peer is known to be gone."""
         await self._call(lambda: self._notify(peer, notice))
 
-    def on_notice(self, callback: Callable[[bytes], None]) -> None:
+    def on_notice(self, callback: Callable[[bytes], object]) -> None:
         """Who is told of peers' notices, on the event loop."""
         self._on_notice = callback
 
