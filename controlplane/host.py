@@ -151,7 +151,7 @@ class Host:
         assert this is not None
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, self._on_signal, this)
-        code = _OK
+        code, reason = _OK, ""
         try:
             await self._live()
             if self._started:
@@ -161,8 +161,8 @@ class Host:
             self.log.warning("forced to stop")
         except Exception as error:
             code = _BAD_SETTINGS if isinstance(error, SettingsError) else _FAILED
-            await self._fail(error)
-        await self._stop(code)
+            reason = await self._fail(error)
+        await self._stop(code, reason)
         return code
 
     async def _live(self) -> None:
@@ -234,14 +234,15 @@ class Host:
         except TimeoutError:
             self.log.warning("the drain took too long; ending what still runs")
 
-    async def _fail(self, error: Exception) -> None:
+    async def _fail(self, error: Exception) -> str:
         expected = isinstance(error, TokenmillError)
         reason = str(error) if expected else f"{type(error).__name__}: {error}"
         self.log.error("failed", reason=reason, exc_info=None if expected else error)
         if self._registered:
             await self._publish(state=State.FAILED, progress=reason)
+        return reason
 
-    async def _stop(self, code: int) -> None:
+    async def _stop(self, code: int, reason: str) -> None:
         """Ends everything; what cannot be ended in order is logged and left to the end of the process."""
         with self._logged("stopping the service"):
             async with asyncio.timeout(_FORCED_STOP_S if code == _FORCED else _STOP_S):
@@ -254,7 +255,8 @@ class Host:
             if self._registered and code in (_OK, _FORCED):
                 await self.discovery.deregister()
             await self._closing.aclose()
-        self.log.info("stopped", exit_code=code)
+        # The last line of a log is what people, and a supervisor, look at first: it says why.
+        self.log.info("stopped", exit_code=code, **({"reason": reason} if reason else {}))
 
     def _on_signal(self, life: asyncio.Task[Any]) -> None:
         if not self._stop_asked.is_set():
