@@ -119,6 +119,8 @@ class LiveRequests:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._sink = self._on_step
+        """One object for all requests, so that an engine calls it once a step."""
 
     def attach(self, attach_id: str, min_flush_s: float) -> AttachStream:
         """Opens a stream. Raises `InvalidRequest` when its id is taken."""
@@ -167,7 +169,7 @@ class LiveRequests:
             error = DeadlineExceeded(f"the answer took longer than the {timeout_s:g} s it was given")
             live.timer = self._loop.call_later(timeout_s, self._end, live, FinishReason.ERROR, error)
         try:
-            await self._engine.generate(self._with_worthy_handle(live, request, handle_age_s), self._on_step)
+            await self._engine.generate(self._with_worthy_handle(live, request, handle_age_s), self._sink)
         except BaseException:
             # Refused, or the caller left while the engine was deciding.
             if not live.told:

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class WorkerProcess:
     process: asyncio.subprocess.Process
     instance: Instance
     channel: grpc.aio.Channel
+    attach_id: str = ""
 
     @property
     def decode(self) -> Any:
@@ -67,7 +69,8 @@ class WorkerProcess:
     @asynccontextmanager
     async def attached(self) -> AsyncIterator[Frontend]:
         frontend = Frontend()
-        call = self.decode.Attach(decode_pb2.AttachRequest(attach_id="frontend"))
+        self.attach_id = uuid.uuid4().hex
+        call = self.decode.Attach(decode_pb2.AttachRequest(attach_id=self.attach_id))
         await call.initial_metadata()
         reader = asyncio.create_task(frontend.read(call))
         try:
@@ -81,7 +84,7 @@ class WorkerProcess:
             decode_pb2.SubmitRequest(
                 request_id=f"r{slot}",
                 model="sim",
-                attach_id="frontend",
+                attach_id=self.attach_id,
                 slot=slot,
                 prompt_token_ids=PROMPT,
                 sampling=common_pb2.Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True),
@@ -128,8 +131,8 @@ async def start_worker(
         channels = Channels()
         at_end.push_async_callback(channels.close)
 
-        async def start(role: str, *flags: str, name: str = "") -> WorkerProcess:
-            name = name or f"{role}-1"
+        async def start(role: str, *flags: str) -> WorkerProcess:
+            name = f"{role}-1"
             log = tmp_path / f"{name}.log"
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", f"services.{role}", "--etcd", etcd, "--nats", nats, "--deployment", deployment,
@@ -250,15 +253,12 @@ async def test_a_bad_setting_ends_the_process_at_once(tmp_path: Path) -> None:
 
 
 async def test_decode_answers_from_kv_that_prefill_computed(start_worker: StartWorker) -> None:
-    prefill, decode, alone = await asyncio.gather(
-        start_worker("prefill"), start_worker("decode"), start_worker("decode", name="alone")
-    )
-    expected, _ = await alone.answer()
+    prefill, decode = await asyncio.gather(start_worker("prefill"), start_worker("decode"))
     handle = await prefill.run_prompt()
     assert await prefill.kv_leases() == 1
 
     tokens, finished = await decode.answer(handle)
-    assert tokens == expected
+    assert tokens == (await decode.answer())[0]
     assert decode_pb2.KvOutcome.Name(finished.kv_outcome) == "KV_OUTCOME_READ"
     assert finished.usage.remote_tokens > 0
     assert (await decode.metrics())["tokenmill_kv_handoffs_total{outcome=read}"] == 1
@@ -285,27 +285,19 @@ async def test_kv_of_another_format_is_not_tried(start_worker: StartWorker) -> N
 
 
 async def test_corrupt_kv_is_thrown_away(start_worker: StartWorker) -> None:
-    prefill, decode, alone = await asyncio.gather(
-        start_worker("prefill", "--fault", "corrupt-block"),
-        start_worker("decode"),
-        start_worker("decode", name="alone"),
-    )
-    expected, _ = await alone.answer()
+    prefill, decode = await asyncio.gather(start_worker("prefill", "--fault", "corrupt-block"), start_worker("decode"))
     tokens, finished = await decode.answer(await prefill.run_prompt())
-    assert tokens == expected
+    assert tokens == (await decode.answer())[0]
     assert decode_pb2.KvOutcome.Name(finished.kv_outcome) == "KV_OUTCOME_CORRUPT"
 
 
 async def test_kv_of_a_killed_worker_is_computed_again(start_worker: StartWorker) -> None:
-    prefill, decode, alone = await asyncio.gather(
-        start_worker("prefill"), start_worker("decode"), start_worker("decode", name="alone")
-    )
-    expected, _ = await alone.answer()
+    prefill, decode = await asyncio.gather(start_worker("prefill"), start_worker("decode"))
     handle = await prefill.run_prompt()
     prefill.process.kill()
     await prefill.process.wait()
     tokens, finished = await decode.answer(handle)
-    assert tokens == expected
+    assert tokens == (await decode.answer())[0]
     assert decode_pb2.KvOutcome.Name(finished.kv_outcome) == "KV_OUTCOME_UNREACHABLE"
 
 
