@@ -142,8 +142,7 @@ class Discovery:
         return not self._live.is_set()
 
     async def deployment_seed(self) -> int:
-        """The 64-bit seed of the deployment's block hashes. Made once, by whoever comes first."""
-        await self._live.wait()
+        """The 64-bit seed of the deployment's block hashes. Made once, by whoever comes first; it never changes."""
         assert self._seed is not None
         return self._seed.seed
 
@@ -189,7 +188,7 @@ class Discovery:
             try:
                 await self._session()
             except* FAILURES as group:
-                was_live, reason = self._live.is_set(), _first(group)
+                was_live, reason = self._live.is_set(), _reason(group)
                 if was_live:
                     self._log.warning("lost etcd; keeping the last picture", error=reason)
                 elif time.monotonic() - said_at > _SAY_WAITING_S:
@@ -341,7 +340,12 @@ class Discovery:
             self._changed()
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> str:
+def _reason(group: BaseExceptionGroup[BaseException]) -> str:
     """What to tell of a broken session: one of its reasons."""
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else str(error) or type(error).__name__
+    match group.exceptions[0]:
+        case BaseExceptionGroup() as inner:
+            return _reason(inner)
+        case grpc.aio.AioRpcError() as error:
+            return error.details() or error.code().name
+        case error:
+            return str(error) or type(error).__name__

@@ -5,9 +5,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from controlplane.embedded import EmbeddedEtcd, EmbeddedNats
+
+# No deadline an example: the machine may be busy.
+hypothesis.settings.register_profile("tokenmill", deadline=None)
+hypothesis.settings.load_profile("tokenmill")
 
 
 @pytest.fixture(scope="session")

@@ -59,7 +59,7 @@ async def test_messages_arrive_in_order_at_every_subscriber(nats: str, deploymen
         assert len(one_part.heard) == 500
 
 
-async def test_it_comes_back_within_a_second_of_a_killed_nats_and_tells_of_the_gap(
+async def test_it_comes_back_within_two_seconds_of_a_killed_nats_and_tells_of_the_gap(
     own_nats: EmbeddedNats, until: Until
 ) -> None:
     registry = CollectorRegistry()
@@ -73,7 +73,7 @@ async def test_it_comes_back_within_a_second_of_a_killed_nats_and_tells_of_the_g
             bus.publish("a", b"lost")
             own_nats.restart()
             await asyncio.to_thread(own_nats.wait_ready)
-            assert await until(lambda: bus.connected) < 1.0
+            assert await until(lambda: bus.connected) < 2.0
             assert ear.gaps == round_
             bus.publish("a", b"after")
             await until(lambda: len(ear.heard) == round_)  # noqa: B023

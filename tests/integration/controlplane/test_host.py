@@ -209,3 +209,15 @@ async def test_a_supervised_service_ends_when_its_supervisor_is_killed(
     await asyncio.to_thread(psutil.wait_procs, [service], 10)
     assert not service.is_running()
     await discovery.close()
+
+
+async def test_a_healthy_service_that_stood_still_for_a_while_is_ready_again(
+    etcd: str, nats: str, deployment: str, until: Until
+) -> None:
+    async with running("well", etcd, nats, deployment) as stub:
+        await until(lambda: stub.is_in(State.READY), 20)
+        stub.process.send_signal(signal.SIGSTOP)
+        await until(lambda: stub.is_in(State.SUSPECT), 20)
+        stub.process.send_signal(signal.SIGCONT)
+        assert await until(lambda: stub.is_in(State.READY)) < 5.0
+        assert stub.process.returncode is None
