@@ -7,14 +7,13 @@ never compared with each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
 from services.router.placements import Load
 from services.router.workers import Worker
 
-__all__ = ["POLICIES", "Candidate", "Job", "Lmetric", "Policy", "RoundRobin", "Score"]
+__all__ = ["POLICIES", "Job", "Lmetric", "Policy", "RoundRobin", "Score"]
 
 Score = tuple[float, float]
 """(score, what decides among equals)."""
@@ -31,25 +30,11 @@ class Job(Enum):
     """Compute the prompt and generate."""
 
 
-@dataclass(slots=True)
-class Candidate:
-    """A worker as one request sees it."""
-
-    worker: Worker
-    load: Load
-    held_blocks: int
-    """Leading prompt blocks it holds."""
-    uncached_tokens: int
-    """Prompt tokens it would have to compute."""
-    needed_blocks: int
-    """Blocks it would have to find room for, and decode to read from elsewhere."""
-
-
 class Policy(Protocol):
-    """Chooses among candidates; may remember what it chose."""
+    """Chooses among workers; may remember what it chose. Called for every worker of every request."""
 
-    def score(self, job: Job, candidate: Candidate) -> Score:
-        """Lower is better."""
+    def score(self, job: Job, worker: Worker, load: Load, uncached_tokens: int, needed_blocks: int) -> Score:
+        """Lower is better. `uncached_tokens` the worker would have to compute, `needed_blocks` to find room for."""
 
     def chosen(self, worker: Worker) -> None:
         """This one was taken."""
@@ -70,12 +55,12 @@ class Lmetric:
     prompts, with KV room in the place of tokens.
     """
 
-    def score(self, job: Job, candidate: Candidate) -> Score:
+    def score(self, job: Job, worker: Worker, load: Load, uncached_tokens: int, needed_blocks: int) -> Score:
         """See the class."""
-        load = candidate.load
         if job is Job.DECODE:
-            return (load.requests + 1) * (load.kv_blocks + candidate.needed_blocks), candidate.needed_blocks
-        uncached = max(candidate.uncached_tokens, candidate.worker.format.block_size)
+            return (load.requests + 1) * (load.kv_blocks + needed_blocks), needed_blocks
+        block_size = worker.format.block_size
+        uncached = uncached_tokens if uncached_tokens > block_size else block_size
         return (load.queued_tokens + uncached) * (load.requests + 1), 0
 
     def chosen(self, worker: Worker) -> None:
@@ -94,9 +79,9 @@ class RoundRobin:
         self._turn = 0
         self._last: dict[str, int] = {}
 
-    def score(self, job: Job, candidate: Candidate) -> Score:
+    def score(self, job: Job, worker: Worker, load: Load, uncached_tokens: int, needed_blocks: int) -> Score:
         """The number of its last turn; 0 for a worker that had none."""
-        return self._last.get(candidate.worker.instance_id, 0), 0
+        return self._last.get(worker.instance_id, 0), 0
 
     def chosen(self, worker: Worker) -> None:
         """Its turn."""

@@ -31,6 +31,10 @@ class Predictions:
     def __init__(self) -> None:
         self._young = self._old = _Generation(0.0)
 
+    def __len__(self) -> int:
+        """Blocks remembered."""
+        return len(self._old.index) + (len(self._young.index) if self._young is not self._old else 0)
+
     def add(self, instance_id: str, hashes: Sequence[int], now: float) -> None:
         """This prompt was placed there."""
         if now - self._young.began_at > LIFE_S or len(self._young.index) > MOST_BLOCKS // 2:

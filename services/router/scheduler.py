@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from controlplane.errors import InvalidRequest, NotFound, Unavailable
 from controlplane.instances import State
 from kvcache.index import KvIndex
-from services.router.placements import Book, Share
-from services.router.policies import Candidate, Job, Policy
+from services.router.placements import Book, Load, Share
+from services.router.policies import Job, Policy, Score
 from services.router.predictions import Predictions
 from services.router.workers import Pool, Roster, Worker
 
-__all__ = ["Decision", "Request", "Scheduler", "Seen"]
+__all__ = ["Candidate", "Decision", "Explanation", "Request", "Scheduler"]
 
 RETRY_AFTER_S = 1.0
 """Advice to a request that nobody can serve now: about what a worker takes to be seen READY."""
@@ -28,19 +28,32 @@ class Request:
     model: str
     block_hashes: Sequence[int]
     prompt_tokens: int
-    excluded: frozenset[str] = frozenset()
+    excluded: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """One worker as it was when the decision was made."""
+class Candidate:
+    """A worker as one request saw it."""
 
-    instance_id: str
-    role: str
-    score: float = 0.0
-    terms: dict[str, float] = field(default_factory=dict)
-    filtered: str = ""
-    """Why it was no candidate; empty: it was."""
+    worker: Worker
+    score: float
+    held_blocks: int
+    """Leading prompt blocks it holds."""
+    uncached_tokens: int
+    """Prompt tokens it would have to compute."""
+    needed_blocks: int
+    """Blocks it would have to find room for, and decode to read from elsewhere."""
+    load: Load
+    """A copy."""
+
+
+@dataclass(slots=True)
+class Explanation:
+    """All workers of the model, as a decision saw them."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    filtered: list[tuple[Worker, str]] = field(default_factory=list)
+    """With the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +62,14 @@ class Decision:
 
     decode: Candidate
     prefill: Candidate | None
-    uncached_tokens: int
-    """Prompt tokens that the prefill worker, or else the decode worker, has to compute."""
     why: str
-    seen: list[Seen]
-    """All workers of the model, where an explanation was asked for."""
+    explanation: Explanation | None
+    """Where one was asked for."""
+
+    @property
+    def computes(self) -> Candidate:
+        """Who computes the prompt."""
+        return self.prefill or self.decode
 
 
 class Scheduler:
@@ -84,39 +100,31 @@ class Scheduler:
             raise InvalidRequest("prompt_tokens is 0; a prompt has at least one token", param="prompt_tokens")
         pool = self._roster.pool(request.model)
         if pool is None:
-            raise NotFound(
-                f"no worker serves the model {request.model!r}; known: {', '.join(self._roster.models) or 'none'}",
-                param="model",
-            )
-        decoders = _usable(pool.decode, request.excluded)
-        if not decoders:
+            known = ", ".join(self._roster.models) or "none"
+            raise NotFound(f"no worker serves the model {request.model!r}; known: {known}", param="model")
+        choice = pool.choice(request.excluded)
+        if not choice.decode:
             raise Unavailable(
                 f"no decode worker of {request.model!r} is ready ({_states(pool, request.excluded)}); try again",
                 retry_after_s=RETRY_AFTER_S,
             )
+        _check_hashes(request, choice.decode)
+        explanation = Explanation() if explain else None
         overlaps = self._overlaps(request.block_hashes, now)
-        prefillers = _usable(pool.prefill, request.excluded)
-        formats = {worker.format for worker in prefillers}
-        paired = [worker for worker in decoders if worker.format in formats]
-        job = Job.DECODE if paired else Job.WHOLE
-        decode, decode_scores = self._choose(job, paired or decoders, request, overlaps)
-        prefill, prefill_scores = None, list[tuple[Candidate, float]]()
-        if paired and decode.uncached_tokens >= self._least_remote():
-            compatible = [worker for worker in prefillers if worker.format is decode.worker.format]
-            prefill, prefill_scores = self._choose(Job.PREFILL, compatible, request, overlaps)
-        seen = _explain(pool, decode_scores + prefill_scores, request.excluded) if explain else []
+        job, decoders = (Job.DECODE, choice.paired) if choice.paired else (Job.WHOLE, choice.decode)
+        decode = self._choose(job, decoders, request, overlaps, explanation)
+        prefill = None
+        if choice.paired and self._is_remote(decode.uncached_tokens):
+            prefillers = [worker for worker in choice.prefill if worker.format is decode.worker.format]
+            prefill = self._choose(Job.PREFILL, prefillers, request, overlaps, explanation)
+        if explanation is not None:
+            _add_filtered(explanation, pool, request.excluded)
         self._enter(request, decode, prefill, now)
-        return Decision(
-            decode=decode,
-            prefill=prefill,
-            uncached_tokens=(prefill or decode).uncached_tokens,
-            why=self._why(decode, prefill, bool(paired), request),
-            seen=seen,
-        )
+        return Decision(decode, prefill, self._why(decode, prefill, bool(choice.paired), request), explanation)
 
-    def _least_remote(self) -> int:
-        """The fewest uncached tokens that go to a prefill worker: more than the minimum, but at 0 all prompts."""
-        return self._remote_prefill_min_tokens + 1 if self._remote_prefill_min_tokens else 0
+    def _is_remote(self, uncached_tokens: int) -> bool:
+        """At a minimum of 0 every prompt goes to a prefill worker, a wholly cached one too."""
+        return not self._remote_prefill_min_tokens or uncached_tokens > self._remote_prefill_min_tokens
 
     def _overlaps(self, hashes: Sequence[int], now: float) -> dict[str, int]:
         overlaps = self._index.overlaps(hashes)
@@ -126,33 +134,35 @@ class Scheduler:
         return overlaps
 
     def _choose(
-        self, job: Job, workers: Sequence[Worker], request: Request, overlaps: dict[str, int]
-    ) -> tuple[Candidate, list[tuple[Candidate, float]]]:
-        """The best, and all with their scores."""
-        policy, load_of = self._policy, self._book.load
-        scored: list[tuple[Candidate, float]] = []
-        best: list[Candidate] = []
-        best_score = None
+        self,
+        job: Job,
+        workers: Sequence[Worker],
+        request: Request,
+        overlaps: Mapping[str, int],
+        explanation: Explanation | None,
+    ) -> Candidate:
+        """The worker of the lowest score. The hot loop: a `Candidate` is made of the winner only, or to explain."""
+        score_of, load_of, held_by = self._policy.score, self._book.load, overlaps.get
+        prompt_tokens, hashes = request.prompt_tokens, len(request.block_hashes)
+        best: list[tuple[Worker, Score, int, int, int, Load]] = []
+        best_score: Score | None = None
         for worker in workers:
             block_size = worker.format.block_size
-            held = overlaps.get(worker.instance_id, 0)
-            candidate = Candidate(
-                worker,
-                load_of(worker.instance_id),
-                held,
-                max(0, request.prompt_tokens - held * block_size),
-                # One more than the prompt fills, for the answer to begin in.
-                request.prompt_tokens // block_size + 1 - held,
-            )
-            score = policy.score(job, candidate)
-            scored.append((candidate, score[0]))
+            full_blocks = prompt_tokens // block_size
+            held = held_by(worker.instance_id, 0) if hashes <= full_blocks else 0  # else of another block size
+            uncached = prompt_tokens - held * block_size
+            needed = full_blocks + 1 - held  # one more, for the answer to begin in
+            load = load_of(worker.instance_id)
+            score = score_of(job, worker, load, uncached, needed)
+            if explanation is not None:
+                explanation.candidates.append(Candidate(worker, score[0], held, uncached, needed, replace(load)))
             if best_score is None or score < best_score:
-                best, best_score = [candidate], score
+                best, best_score = [(worker, score, held, uncached, needed, load)], score
             elif score == best_score:
-                best.append(candidate)
-        choice = best[0] if len(best) == 1 else self._chance.choice(best)
-        policy.chosen(choice.worker)
-        return choice, scored
+                best.append((worker, score, held, uncached, needed, load))
+        worker, score, held, uncached, needed, load = best[0] if len(best) == 1 else self._chance.choice(best)
+        self._policy.chosen(worker)
+        return Candidate(worker, score[0], held, uncached, needed, replace(load))
 
     def _enter(self, request: Request, decode: Candidate, prefill: Candidate | None, now: float) -> None:
         decode_id = decode.worker.instance_id
@@ -183,47 +193,31 @@ class Scheduler:
         return f"{where} and prefills: no usable prefill worker"
 
 
-def _usable(workers: Sequence[Worker], excluded: frozenset[str]) -> list[Worker]:
-    """Those that are READY; where none is, those that have only gone quiet: better them than nobody."""
-    allowed = [worker for worker in workers if worker.instance_id not in excluded] if excluded else workers
-    ready = [worker for worker in allowed if worker.state is State.READY]
-    return ready or [worker for worker in allowed if worker.state is State.SUSPECT]
+def _check_hashes(request: Request, workers: Sequence[Worker]) -> None:
+    """Raises `InvalidRequest` for more hashes than the prompt can have blocks."""
+    hashes, tokens = len(request.block_hashes), request.prompt_tokens
+    if all(hashes > tokens // worker.format.block_size for worker in workers):
+        raise InvalidRequest(
+            f"{hashes} block_hashes for {tokens} prompt_tokens in blocks of {workers[0].format.block_size};"
+            " give one a full block",
+            param="block_hashes",
+        )
 
 
-def _states(pool: Pool, excluded: frozenset[str]) -> str:
-    return ", ".join(f"{worker.instance_id} is {_unfit(worker, excluded)}" for worker in pool.decode) or "there is none"
+def _states(pool: Pool, excluded: Collection[str]) -> str:
+    workers = pool.of_role("decode")
+    return ", ".join(f"{worker.instance_id} is {_unfit(worker, excluded)}" for worker in workers) or "there is none"
 
 
-def _unfit(worker: Worker, excluded: frozenset[str]) -> str:
+def _unfit(worker: Worker, excluded: Collection[str]) -> str:
     return "excluded" if worker.instance_id in excluded else str(worker.state)
 
 
-def _explain(pool: Pool, scored: Sequence[tuple[Candidate, float]], excluded: frozenset[str]) -> list[Seen]:
-    seen = [
-        Seen(
-            candidate.worker.instance_id,
-            candidate.worker.role,
-            score,
-            {
-                "held_blocks": candidate.held_blocks,
-                "uncached_tokens": candidate.uncached_tokens,
-                "needed_blocks": candidate.needed_blocks,
-                "requests": candidate.load.requests,
-                "queued_tokens": candidate.load.queued_tokens,
-                "kv_blocks": candidate.load.kv_blocks,
-            },
-        )
-        for candidate, score in scored
-    ]
-    considered = {one.instance_id for one in seen}
-    for worker in (*pool.prefill, *pool.decode):
+def _add_filtered(explanation: Explanation, pool: Pool, excluded: Collection[str]) -> None:
+    considered = {candidate.worker.instance_id for candidate in explanation.candidates}
+    for worker in pool.workers:
         if worker.instance_id not in considered:
             reason = _unfit(worker, excluded)
-            seen.append(
-                Seen(
-                    worker.instance_id,
-                    worker.role,
-                    filtered=reason if reason != State.READY else "no remote prefill, or no pair of equal KV formats",
-                )
-            )
-    return seen
+            if reason == State.READY:
+                reason = "no remote prefill, or no pair of equal KV formats"
+            explanation.filtered.append((worker, reason))

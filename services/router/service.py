@@ -18,9 +18,9 @@ from kvcache.index import KvIndex
 from kvcache.load import LoadReport
 from services.router.ingest import Ingest
 from services.router.placements import Book
-from services.router.policies import POLICIES, Candidate
+from services.router.policies import POLICIES
 from services.router.predictions import Predictions
-from services.router.scheduler import Decision, Request, Scheduler
+from services.router.scheduler import Candidate, Decision, Request, Scheduler
 from services.router.settings import RouterSettings
 from services.router.workers import Roster
 
@@ -108,9 +108,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
             Request(
                 request.request_id,
                 request.model,
-                list(request.block_hashes),
+                request.block_hashes,
                 request.prompt_tokens,
-                frozenset(request.excluded_instances),
+                request.excluded_instances,
             ),
             time.monotonic(),
             explain=explain,
@@ -186,19 +186,20 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._predictions.forget(instance_id)
 
     def _response(self, decision: Decision) -> router_pb2.ScheduleResponse:
-        return router_pb2.ScheduleResponse(
+        response = router_pb2.ScheduleResponse(
             decode=_target(decision.decode),
             prefill=_target(decision.prefill) if decision.prefill is not None else None,
-            uncached_tokens=decision.uncached_tokens,
+            uncached_tokens=decision.computes.uncached_tokens,
             policy=self._settings.policy,
             why=decision.why,
-            candidates=[
-                router_pb2.Candidate(
-                    instance_id=one.instance_id, role=one.role, score=one.score, terms=one.terms, filtered=one.filtered
-                )
-                for one in decision.seen
-            ],
         )
+        if decision.explanation is not None:
+            response.candidates.extend(map(_explained, decision.explanation.candidates))
+            response.candidates.extend(
+                router_pb2.Candidate(instance_id=worker.instance_id, role=worker.role, filtered=reason)
+                for worker, reason in decision.explanation.filtered
+            )
+        return response
 
 
 class _Metrics:
@@ -223,10 +224,10 @@ class _Metrics:
 
     def decided(self, decision: Decision, seconds: float) -> None:
         """Counts one decision."""
-        computes = decision.prefill or decision.decode
+        computes = decision.computes
         (self._remote if decision.prefill is not None else self._local).inc()
         self._held.inc(computes.held_blocks * computes.worker.format.block_size)
-        self._uncached.inc(decision.uncached_tokens)
+        self._uncached.inc(computes.uncached_tokens)
         self._seconds.observe(seconds)
 
 
@@ -237,4 +238,20 @@ def _target(candidate: Candidate) -> router_pb2.Target:
         epoch=worker.epoch,
         address=worker.address,
         overlap_blocks=candidate.held_blocks,
+    )
+
+
+def _explained(candidate: Candidate) -> router_pb2.Candidate:
+    return router_pb2.Candidate(
+        instance_id=candidate.worker.instance_id,
+        role=candidate.worker.role,
+        score=candidate.score,
+        terms={
+            "held_blocks": candidate.held_blocks,
+            "uncached_tokens": candidate.uncached_tokens,
+            "needed_blocks": candidate.needed_blocks,
+            "requests": candidate.load.requests,
+            "queued_tokens": candidate.load.queued_tokens,
+            "kv_blocks": candidate.load.kv_blocks,
+        },
     )

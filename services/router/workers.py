@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from controlplane.instances import Instance, State
 from kvcache.format import KvFormat
 
-__all__ = ["Pool", "Roster", "Worker"]
+__all__ = ["Choice", "Pool", "Roster", "Worker"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +21,44 @@ class Worker:
     role: str
     state: State
     format: KvFormat
-    total_blocks: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The workers that may take a request."""
+
+    decode: Sequence[Worker]
+    """All of them, whether or not a prefill worker fits."""
+    paired: Sequence[Worker]
+    """Decode workers that can read the KV of some worker in `prefill`."""
+    prefill: Sequence[Worker]
+
+
 class Pool:
     """The workers of one model, in every state."""
 
-    prefill: list[Worker] = field(default_factory=list)
-    decode: list[Worker] = field(default_factory=list)
+    def __init__(self, workers: Iterable[Worker] = ()) -> None:
+        self.workers = tuple(workers)
+        self._everyone = self._choose(self.workers)
+
+    def of_role(self, role: str) -> list[Worker]:
+        """Those of one role, in every state."""
+        return [worker for worker in self.workers if worker.role == role]
+
+    def choice(self, excluded: Collection[str]) -> Choice:
+        """Those that are READY; where none of a role is, those that have only gone quiet: better them than nobody."""
+        if not excluded:
+            return self._everyone
+        return self._choose([worker for worker in self.workers if worker.instance_id not in excluded])
+
+    def _choose(self, workers: Sequence[Worker]) -> Choice:
+        def fit(role: str) -> list[Worker]:
+            ready = [worker for worker in workers if worker.role == role and worker.state is State.READY]
+            return ready or [worker for worker in workers if worker.role == role and worker.state is State.SUSPECT]
+
+        decode, prefill = fit("decode"), fit("prefill")
+        formats = {worker.format for worker in prefill}
+        return Choice(decode, [worker for worker in decode if worker.format in formats], prefill)
 
 
 class Roster:
@@ -40,24 +69,22 @@ class Roster:
 
     def update(self, instances: Iterable[Instance]) -> None:
         """Takes the present picture. A model whose last worker went stays known: it is unavailable, not unknown."""
-        for pool in self._pools.values():
-            pool.prefill, pool.decode = [], []
+        workers: dict[str, list[Worker]] = {model: [] for model in self._pools}
         formats: dict[KvFormat, KvFormat] = {}  # equal formats become one object, so that comparing is cheap
         for instance in instances:
             card = instance.model
-            if card is None or instance.role not in ("prefill", "decode"):
-                continue
-            worker = Worker(
-                instance.instance_id,
-                instance.epoch,
-                instance.address,
-                instance.role,
-                instance.state,
-                formats.setdefault(card.format, card.format),
-                card.total_blocks,
-            )
-            pool = self._pools.setdefault(card.name, Pool())
-            (pool.prefill if worker.role == "prefill" else pool.decode).append(worker)
+            if card is not None and instance.role in ("prefill", "decode"):
+                workers.setdefault(card.name, []).append(
+                    Worker(
+                        instance.instance_id,
+                        instance.epoch,
+                        instance.address,
+                        instance.role,
+                        instance.state,
+                        formats.setdefault(card.format, card.format),
+                    )
+                )
+        self._pools = {model: Pool(those) for model, those in workers.items()}
 
     def pool(self, model: str) -> Pool | None:
         """The workers of a model; None: nobody has served it since this router started."""
@@ -71,6 +98,7 @@ class Roster:
     def incompatible_pairs(self) -> Iterator[tuple[Worker, Worker]]:
         """(prefill, decode) workers of one model whose KV formats differ: no KV may pass between them."""
         for pool in self._pools.values():
-            if len({worker.format for worker in (*pool.prefill, *pool.decode)}) > 1:
-                for prefill in pool.prefill:
-                    yield from ((prefill, decode) for decode in pool.decode if decode.format is not prefill.format)
+            if len({worker.format for worker in pool.workers}) > 1:
+                decoders = pool.of_role("decode")
+                for prefill in pool.of_role("prefill"):
+                    yield from ((prefill, decode) for decode in decoders if decode.format is not prefill.format)

@@ -15,7 +15,7 @@ from controlplane.grpc_errors import from_rpc_error
 from controlplane.instances import State
 from engines.base import LoadSnapshot
 from kvcache.events import Cleared, Removed, Stored, Tier
-from tests.integration.router.conftest import CARD, FORMAT, Cluster, LightWorker, StartRouter, until
+from tests.integration.router.cluster import CARD, FORMAT, Cluster, LightWorker, StartRouter, until
 
 
 def chain(seed: int, length: int) -> list[int]:
