@@ -222,10 +222,10 @@ class SimEngine:
             raise EngineFailed(self._failure or "the engine is stopped")
         config = self._config
         prompt = array("I", request.prompt_token_ids)
-        if not 0 < len(prompt) < config.max_model_len + prefill_only:
+        if not 0 < len(prompt) < config.max_model_len:
             raise InvalidRequest(
-                f"prompt_token_ids has {len(prompt)} tokens; {self._format.engine} takes 1 to "
-                f"{config.max_model_len - 1} and one more for prefill alone",
+                f"prompt_token_ids has {len(prompt)} tokens; it must have 1 to {config.max_model_len - 1}, "
+                "to leave room for an answer",
                 param="prompt_token_ids",
             )
         if request.request_id in self._live:
@@ -377,10 +377,8 @@ class SimEngine:
         first, end = sequence.computed // self._config.block_size, sequence.handle_blocks
         late = self._config.fault == "late-read"
         delay_s = max(0.0, handle.received_at + handle.lease_s - time.monotonic()) + 0.05 if late else 0.0
-        offer_end = type(offer)(offer.agent, offer.address, offer.blocks[:end])
-        trimmed = replace(handle, digests=handle.digests[:end])
         reception = await self._handoff.read(
-            trimmed, offer_end, first, sequence.blocks[first:end], sequence.hashes[first:end], delay_s
+            handle, offer, first, sequence.blocks[first:end], sequence.hashes[first:end], delay_s
         )
         read = reception.unfinished
         if read is None or read.ended.done():

@@ -88,29 +88,33 @@ class Handoff:
     async def read(
         self, handle: Handle, offer: Offer, first: int, blocks: Sequence[int], hashes: Sequence[int], delay_s: float = 0
     ) -> Reception:
-        """Copies the handle's blocks, from number `first` on, into `blocks`; these should have these hashes."""
+        """Copies the handle's blocks, from number `first` on, into `blocks`; these should have these hashes.
+
+        `delay_s` is for tests of late reads.
+        """
         await asyncio.sleep(delay_s)
         lease_ends = handle.received_at + handle.lease_s
         left_s = lease_ends - time.monotonic()
         if left_s <= 0 and not delay_s:
             return Reception(KvOutcome.LATE)
         size = self._memory.block_bytes
+        wanted = slice(first, first + len(blocks))
         spans = [
             ((self._memory.span[0] + ours * size, size), (offer.address + theirs * size, size))
-            for ours, theirs in zip(blocks, offer.blocks[first:], strict=True)
+            for ours, theirs in zip(blocks, offer.blocks[wanted], strict=True)
         ]
         read = self._agent.read(offer.agent, spans, handle.handle_id.encode())
         try:
-            if not await read.within(min(self._read_timeout_s, left_s) if left_s > 0 else self._read_timeout_s):
-                late = time.monotonic() >= lease_ends
-                return Reception(KvOutcome.LATE if late else KvOutcome.UNREACHABLE, read)
+            arrived = await read.within(self._read_timeout_s if delay_s else min(self._read_timeout_s, left_s))
         except PeerUnreachable:
             return Reception(KvOutcome.UNREACHABLE)
         if time.monotonic() >= lease_ends:
-            return Reception(KvOutcome.LATE)
+            return Reception(KvOutcome.LATE, None if arrived else read)
+        if not arrived:
+            return Reception(KvOutcome.UNREACHABLE, read)
         right = all(
             digest(self._memory.view(block)) == expected and self._memory.has(block, block_hash)
-            for block, expected, block_hash in zip(blocks, handle.digests[first:], hashes, strict=True)
+            for block, expected, block_hash in zip(blocks, handle.digests[wanted], hashes, strict=True)
         )
         return Reception(KvOutcome.READ if right else KvOutcome.CORRUPT)
 
