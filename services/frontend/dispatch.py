@@ -11,7 +11,9 @@ reached the client. `_may_retry` alone decides that; carrying a half-sent answer
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import grpc
 from tokenmill.common.v1 import common_pb2
@@ -35,6 +37,8 @@ from services.frontend.sampling import sampling_to_proto
 from services.frontend.settings import FrontendSettings
 
 __all__ = ["Dispatcher"]
+
+T = TypeVar("T")
 
 _ATTEMPTS = 3
 _RELEASE_TIMEOUT_S = 2.0
@@ -150,11 +154,8 @@ class Dispatcher:
                 timeout_ms=max(round(_left_s(generation) * 1000), 1),
                 priority=generation.priority,
             )
-            try:
-                await stream.stub.Submit(request, timeout=_left_s(generation), metadata=_metadata(generation))
-            except grpc.aio.AioRpcError as error:
-                raise from_rpc_error(error) from None
-            accepted = True
+            call = stream.stub.Submit(request, timeout=_left_s(generation), metadata=_metadata(generation))
+            accepted = await _accepted(call, answer)
             await asyncio.shield(answer.ended)
             finished = True
         finally:
@@ -180,14 +181,12 @@ class Dispatcher:
             )
             stub = router_pb2_grpc.RouterStub(self._channels.get(router))
             try:
-                placed = await stub.Schedule(
-                    request, timeout=self._settings.schedule_timeout_s, metadata=_metadata(generation)
-                )
+                call = stub.Schedule(request, timeout=self._settings.schedule_timeout_s, metadata=_metadata(generation))
+                placed = await _result(call)
                 return _Placement(placed.decode, placed.prefill if placed.HasField("prefill") else None, router)
-            except grpc.aio.AioRpcError as failed:
-                error = from_rpc_error(failed)
-                if isinstance(error, Overloaded | InvalidRequest):
-                    raise error from None
+            except (Overloaded, InvalidRequest):
+                raise
+            except TokenmillError as error:
                 self._log.warning("placed without the router", router=router, reason=error.message)
         return self._place_blind(generation, excluded)
 
@@ -216,9 +215,8 @@ class Dispatcher:
         )
         timeout = min(self._settings.prefill_timeout_s, _left_s(generation))
         try:
-            done = await stub.Run(request, timeout=timeout, metadata=_metadata(generation))
-        except grpc.aio.AioRpcError as failed:
-            error = from_rpc_error(failed)
+            done = await _result(stub.Run(request, timeout=timeout, metadata=_metadata(generation)))
+        except TokenmillError as error:
             self._metrics.prefill_fallbacks.labels(error.code).inc()
             self._log.warning(
                 "remote prefill failed; decode computes the prompt",
@@ -252,6 +250,38 @@ class Dispatcher:
             self._log.info(
                 "KV was not given back; its lease will end", handle=handle.handle_id, reason=error.code().name
             )
+
+
+async def _accepted(call: Awaitable[decode_pb2.SubmitResponse], answer: Answer) -> bool:
+    """Waits until the worker has taken the request, or the answer has come to its end meanwhile.
+
+    It ends before that when it is very short, and when the worker has gone silent and its stream was given up. Raises
+    the worker's refusal.
+    """
+    submit = asyncio.create_task(_result(call), name=f"submit {answer.request_id}")
+    try:
+        both: set[asyncio.Future[Any]] = {submit, answer.ended}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if submit.done():
+            await submit
+            return True
+        return answer.ended.exception() is None
+    finally:
+        submit.cancel()
+
+
+async def _result(call: Awaitable[T]) -> T:
+    """What the call returns; raises the error that the other side raised."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # Not we were cancelled but the call, with its channel: whoever served that address is gone.
+        raise Unavailable("the connection was closed") from None
 
 
 def _left_s(generation: Generation) -> float:

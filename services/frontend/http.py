@@ -6,7 +6,7 @@ GET /health (alive), /ready (some model can be served now), /metrics
 
 from __future__ import annotations
 
-import time
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from urllib.parse import unquote
@@ -37,8 +37,8 @@ from services.frontend.openai_responses import (
 
 __all__ = ["HttpApi"]
 
-_LAST_BYTES_TIMEOUT_S = 5.0
-"""Longest wait for a slow client to take the end of its stream."""
+_ERROR_TIMEOUT_S = 5.0
+"""Longest wait for a client to take what is left of a stream that failed."""
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
@@ -137,6 +137,7 @@ class HttpApi:
 
     async def _stream(self, exchange: Exchange, generations: Sequence[Generation], events: Events, n: int) -> None:
         """An error before the first event is an HTTP error; after it, an event."""
+        loop = asyncio.get_running_loop()
         stream = EventStream(exchange, self._door.settings.client_buffer_kb << 10)
         answers = _StreamedAnswers(stream, events, len(generations))
         try:
@@ -149,10 +150,9 @@ class HttpApi:
             self._log.warning(
                 "stream ended early", request_id=exchange.request_id, code=error.code, reason=error.message
             )
-            last = b"data: " + error_body(error) + b"\n\n" + DONE
+            await stream.finish(b"data: " + error_body(error) + b"\n\n" + DONE, _ERROR_TIMEOUT_S)
         else:
-            last = events.usage(answers.usages, n) + DONE
-        await stream.finish(last, _LAST_BYTES_TIMEOUT_S)
+            await stream.finish(events.usage(answers.usages, n) + DONE, generations[0].deadline - loop.time())
 
     async def _models(self, exchange: Exchange) -> None:
         models = [self._describe(model) for model in self._door.models.servable()]
@@ -167,7 +167,7 @@ class HttpApi:
         return {
             "id": model.name,
             "object": "model",
-            "created": int(time.time()),
+            "created": model.loaded_at,
             "owned_by": "tokenmill",
             "max_model_len": model.card.max_model_len,
         }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ from google.protobuf.message import Message
 from tokenmill.common.v1 import common_pb2
 from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
-from controlplane.errors import InvalidRequest, Overloaded, Unavailable
+from controlplane.errors import InvalidRequest, Overloaded, TokenmillError, Unavailable
 from engines.base import FinishReason, Usage
 from services.frontend.answer import Logprobs
 from services.frontend.fields import Fields
@@ -51,17 +52,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> None:
         """A completion of one prompt."""
-        trace_id = self._come_in(context)
-        options = _options(request, context)
-        prompt: str | array[int]
-        match request.WhichOneof("input"):
-            case "prompt":
-                prompt = request.prompt
-            case "prompt_token_ids":
-                prompt = array("I", request.prompt_token_ids.ids)
-            case _:
-                raise InvalidRequest("neither prompt nor prompt_token_ids is set; set one", param="prompt")
-        with self._door.admit(1):
+        with self._come_in("Generate", context) as trace_id, self._door.admit(1):
+            options = _options(request, context)
+            prompt: str | array[int]
+            match request.WhichOneof("input"):
+                case "prompt":
+                    prompt = request.prompt
+                case "prompt_token_ids":
+                    prompt = array("I", request.prompt_token_ids.ids)
+                case _:
+                    raise InvalidRequest("neither prompt nor prompt_token_ids is set; set one", param="prompt")
             generations = await self._door.complete(options, [prompt], trace_id)
             await self._respond(generations[0], context)
 
@@ -69,15 +69,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ChatRequest, context: Context
     ) -> None:
         """The assistant's next message."""
-        trace_id = self._come_in(context)
-        options = _options(request, context)
-        if not request.messages:
-            raise InvalidRequest("messages is empty; send at least one", param="messages")
-        messages = [
-            check_message({"role": message.role, "content": message.content}, f"messages[{i}]")
-            for i, message in enumerate(request.messages)
-        ]
-        with self._door.admit(1):
+        with self._come_in("Chat", context) as trace_id, self._door.admit(1):
+            options = _options(request, context)
+            if not request.messages:
+                raise InvalidRequest("messages is empty; send at least one", param="messages")
+            messages = [
+                check_message({"role": message.role, "content": message.content}, f"messages[{i}]")
+                for i, message in enumerate(request.messages)
+            ]
             generations = await self._door.chat(options, messages, {}, trace_id)
             await self._respond(generations[0], context)
 
@@ -85,23 +84,36 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
         """What can be served now."""
-        self._come_in(context)
-        models = self._door.models
-        return inference_pb2.ListModelsResponse(
-            models=[
-                inference_pb2.Model(
-                    name=model.name,
-                    max_model_len=model.card.max_model_len,
-                    ready_workers=len(models.workers(model.name)),
-                )
-                for model in models.servable()
-            ]
-        )
+        with self._come_in("ListModels", context):
+            models = self._door.models
+            return inference_pb2.ListModelsResponse(
+                models=[
+                    inference_pb2.Model(
+                        name=model.name,
+                        max_model_len=model.card.max_model_len,
+                        ready_workers=len(models.workers(model.name)),
+                    )
+                    for model in models.servable()
+                ]
+            )
 
-    def _come_in(self, context: Context) -> str:
+    @contextmanager
+    def _come_in(self, method: str, context: Context) -> Iterator[str]:
+        """The call's trace id, once its key was checked; counts the call by what came of it."""
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        self._door.authenticate(metadata.get("authorization", ""))
-        return self._door.trace_id(metadata.get("x-request-id", ""))
+        status = grpc.StatusCode.UNKNOWN
+        try:
+            self._door.authenticate(metadata.get("authorization", ""))
+            yield self._door.trace_id(metadata.get("x-request-id", ""))
+            status = grpc.StatusCode.OK
+        except TokenmillError as error:
+            status = error.status
+            raise
+        except asyncio.CancelledError:
+            status = grpc.StatusCode.CANCELLED
+            raise
+        finally:
+            self._door.metrics.requests.labels(f"inference.v1/{method}", status.name).inc()
 
     async def _respond(self, generation: Generation, context: Context) -> None:
         """Whatever has gathered since the last response makes the next one. Cancelling this cancels the answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ class ServedModel:
     template: ChatTemplate | None
     root: int
     """Parent of the first block's hash."""
+    loaded_at: int
+    """Seconds since 1970."""
 
     @property
     def name(self) -> str:
@@ -146,7 +149,9 @@ class Models:
             decodes_with=tokenizer.decodes_with,
             chat_template=template is not None,
         )
-        return ServedModel(card, tokenizer, template, root_hash(card.format.model_fingerprint, seed=self._seed))
+        return ServedModel(
+            card, tokenizer, template, root_hash(card.format.model_fingerprint, seed=self._seed), int(time.time())
+        )
 
 
 def _same_prompts(one: ModelCard, other: ModelCard) -> bool:

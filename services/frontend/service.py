@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import grpc
-from controlplane.host import Host
 from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
+from controlplane.host import Host
 from controlplane.instances import ModelCard, State
 from controlplane.telemetry import get_logger
 from services.frontend.decode_streams import DecodeStreams

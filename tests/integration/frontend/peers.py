@@ -145,7 +145,7 @@ Script = Callable[[Live], Awaitable[None]]
 class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
     """Runs its script for each request it is given."""
 
-    def __init__(self, script: Script, *, heartbeats: bool = True) -> None:
+    def __init__(self, script: Script) -> None:
         self.model = f"model-{uuid.uuid4().hex[:8]}"
         self.address = ""
         self.instance_id = ""
@@ -153,13 +153,15 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
         self.cancelled: dict[str, float] = {}
         """Request id -> when, in the loop's time."""
         self.refusal: TokenmillError | None = None
-        self.heartbeats = heartbeats
+        self.heartbeats = True
+        self.submit_delay_s = 0.0
         self.server: grpc.aio.Server | None = None
         self._script = script
         self._streams: dict[str, Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def Submit(self, request: decode_pb2.SubmitRequest, context: Context) -> decode_pb2.SubmitResponse:  # noqa: N802
+        await asyncio.sleep(self.submit_delay_s)
         if self.refusal is not None:
             raise self.refusal
         metadata = {key: str(value) for key, value in context.invocation_metadata() or ()}

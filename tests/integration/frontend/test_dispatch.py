@@ -236,6 +236,18 @@ async def test_a_worker_that_is_silent_for_three_seconds_is_lost(
     assert 2.5 < asyncio.get_running_loop().time() - began < 8
 
 
+async def test_a_worker_that_hangs_before_it_takes_a_request_is_lost_too(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    hanging, healthy = ScriptedDecode(answer), ScriptedDecode(answer)
+    healthy.model = hanging.model
+    async with serving(frontend, hanging), serving(frontend, healthy):
+        router.targets = [hanging, healthy]
+        hanging.heartbeats, hanging.submit_delay_s = False, 30.0
+        done = await http.post("/v1/completions", json=asks(hanging.model))
+    assert done.json()["choices"][0]["text"] == "fine"
+
+
 async def test_without_a_router_in_time_a_worker_is_chosen_blind_and_counted(
     frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
 ) -> None:

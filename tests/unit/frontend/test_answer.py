@@ -31,7 +31,7 @@ CARD = ModelCard(
     vocab_size=BUILTIN_VOCAB_SIZE, total_blocks=10, max_num_seqs=4, max_batched_tokens=64,
     eos_token_ids=(BUILTIN_EOS_TOKEN_ID,),
 )  # fmt: skip
-MODEL = ServedModel(CARD, TOKENIZER, None, 1)
+MODEL = ServedModel(CARD, TOKENIZER, None, root=1, loaded_at=0)
 
 
 class Heard:
