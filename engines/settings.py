@@ -38,5 +38,7 @@ class EngineSettings:
     sim_kv_bytes_per_block: int | None = setting(
         None, "real bytes behind each KV block; 0: none, no transfer", minimum=0
     )
-    sim_answer_tokens: int | None = setting(None, "mean length of an answer; 0: only max_tokens ends it", minimum=0)
+    sim_answer_tokens: int | None = setting(
+        None, "mean length of an answer without max_tokens; 0: the model's length", minimum=0
+    )
     fault: str = setting("", "misbehaves so, for tests", choices=("", "corrupt-block", "late-read"), hidden=True)

@@ -43,8 +43,9 @@ class SimConfig:
     """How long a reader waits for the bytes before it computes the prompt itself. Real seconds."""
     seed: int = 0
     """Same seed, same prompt: same answer."""
-    answer_tokens: int = 0
-    """Mean length after which an answer ends by itself. 0: only at max_tokens or a stop token."""
+    answer_tokens: int = 200
+    """Mean length of an answer that was given no max_tokens; with max_tokens, that is its length. 0: it goes on until
+    the model's length is full."""
     fault: str = ""
     """One of `FAULTS`. For tests."""
 

@@ -232,7 +232,7 @@ class SimEngine:
             raise InvalidRequest("a request of this request_id is running already", param="request_id")
         sampling = request.sampling
         room = config.max_model_len - len(prompt)
-        answer_tokens = 0 if sampling.ignore_eos else config.answer_tokens
+        answer_tokens = config.answer_tokens if sampling.max_tokens is None and not sampling.ignore_eos else 0
         seed = config.seed ^ (sampling.seed or 0)
         hashes = hash_blocks(prompt, config.block_size, self._root, self._hash_seed)
         return Sequence(

@@ -102,7 +102,12 @@ class Engine:
                 self._ends[output.request_id].set_result(self._outputs[output.request_id])
 
     async def submit(
-        self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, kv: Handle | None = None, **sampling: Any
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int | None = 8,
+        kv: Handle | None = None,
+        **sampling: Any,
     ) -> asyncio.Future[list[StepOutput]]:
         self._outputs[request_id] = []
         end = self._ends[request_id] = asyncio.get_running_loop().create_future()

@@ -42,6 +42,19 @@ async def test_many_at_once_say_what_each_would_say_alone_and_share_calls() -> N
         engine.sim._scheduler.check_integrity()
 
 
+async def test_an_answer_without_max_tokens_ends_by_itself_with_the_end_token(engine: Engine) -> None:
+    lengths = []
+    for n in range(20):
+        tokens, last = await engine.answer(str(n), [n], max_tokens=None)
+        assert last.finish is FinishReason.STOP
+        assert [token for token in tokens if token in engine.info.eos_token_ids] == tokens[-1:]
+        lengths.append(len(tokens))
+    assert 100 < sum(lengths) / 20 < 400
+    tokens, last = await engine.answer("on", [0], max_tokens=None, ignore_eos=True)
+    assert last.finish is FinishReason.LENGTH
+    assert len(tokens) == engine.info.max_model_len - 1
+
+
 async def test_an_answer_goes_on_in_another_engine_where_it_broke_off(engine: Engine) -> None:
     prompt = list(range(30))
     whole, _ = await engine.answer("a", prompt, max_tokens=30)
