@@ -22,6 +22,7 @@ from controlplane.embedded import EmbeddedEtcd
 from controlplane.instances import Instance, State
 
 Until = Callable[..., Awaitable[float]]
+STARTS_S = 60  # on a busy machine
 STUB = Path(__file__).with_name("stub_service.py")
 
 
@@ -47,7 +48,7 @@ class Running:
         return self.instance is not None and self.instance.state is state
 
     async def ended(self) -> tuple[int | None, str]:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(STARTS_S):
             out, _ = await self.process.communicate()
         return self.process.returncode, out.decode()
 
@@ -70,7 +71,7 @@ async def running(mode: str, etcd: str, nats: str, deployment: str, *flags: str)
 
 async def test_it_starts_serves_drains_and_leaves(etcd: str, nats: str, deployment: str, until: Until) -> None:
     async with running("well", etcd, nats, deployment) as stub:
-        await until(lambda: stub.is_in(State.READY), 20)
+        await until(lambda: stub.is_in(State.READY), STARTS_S)
         stub.process.send_signal(signal.SIGTERM)
         assert await stub.ended() == (0, "drain\nstop\n")
         await until(lambda: stub.instance is None)
@@ -79,7 +80,7 @@ async def test_it_starts_serves_drains_and_leaves(etcd: str, nats: str, deployme
 
 async def test_health_and_reflection_say_what_is_served(etcd: str, nats: str, deployment: str, until: Until) -> None:
     async with running("not-yet-able", etcd, nats, deployment) as stub:
-        await until(lambda: stub.instance, 20)
+        await until(lambda: stub.instance, STARTS_S)
         assert stub.instance is not None
         async with grpc.aio.insecure_channel(stub.instance.address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
@@ -101,7 +102,7 @@ async def test_metrics_are_served_and_tell_of_etcd_and_nats(
     etcd: str, nats: str, deployment: str, until: Until
 ) -> None:
     async with running("well", etcd, nats, deployment) as stub:
-        await until(lambda: stub.is_in(State.READY), 20)
+        await until(lambda: stub.is_in(State.READY), STARTS_S)
         assert stub.instance is not None
         async with httpx.AsyncClient() as client:
             text = (await client.get(f"http://{stub.instance.metrics_address}/metrics")).text
@@ -111,7 +112,7 @@ async def test_metrics_are_served_and_tell_of_etcd_and_nats(
 
 async def test_nothing_listens_beyond_the_loopback_address(etcd: str, nats: str, deployment: str, until: Until) -> None:
     async with running("well", etcd, nats, deployment) as stub:
-        await until(lambda: stub.is_in(State.READY), 20)
+        await until(lambda: stub.is_in(State.READY), STARTS_S)
         connections = psutil.Process(stub.process.pid).net_connections("inet")
         listening = [connection.laddr for connection in connections if connection.status == "LISTEN"]
         assert len(listening) == 2
@@ -120,7 +121,7 @@ async def test_nothing_listens_beyond_the_loopback_address(etcd: str, nats: str,
 
 async def test_calls_under_way_are_answered_when_it_stops(etcd: str, nats: str, deployment: str, until: Until) -> None:
     async with running("well", etcd, nats, deployment) as stub:
-        await until(lambda: stub.is_in(State.READY), 20)
+        await until(lambda: stub.is_in(State.READY), STARTS_S)
         assert stub.instance is not None
         async with grpc.aio.insecure_channel(stub.instance.address) as channel:
             call = channel.unary_unary("/stub.v1.Stub/Wait")(b"0.5")
@@ -150,7 +151,7 @@ async def test_a_failure_is_published_with_its_reason_and_ends_the_process(
 
 async def test_a_second_signal_cuts_the_drain_short(etcd: str, nats: str, deployment: str, until: Until) -> None:
     async with running("drain-for-ever", etcd, nats, deployment) as stub:
-        await until(lambda: stub.is_in(State.READY), 20)
+        await until(lambda: stub.is_in(State.READY), STARTS_S)
         stub.process.send_signal(signal.SIGINT)
         await until(lambda: stub.is_in(State.DRAINING))
         stub.process.send_signal(signal.SIGINT)
@@ -160,14 +161,14 @@ async def test_a_second_signal_cuts_the_drain_short(etcd: str, nats: str, deploy
 
 async def test_a_drain_ends_with_its_time(etcd: str, nats: str, deployment: str, until: Until) -> None:
     async with running("drain-for-ever", etcd, nats, deployment, "--drain-timeout-s", "0.1") as stub:
-        await until(lambda: stub.is_in(State.READY), 20)
+        await until(lambda: stub.is_in(State.READY), STARTS_S)
         stub.process.send_signal(signal.SIGTERM)
         assert (await stub.ended())[0] == 0
 
 
 async def test_a_signal_while_it_loads_stops_it_at_once(etcd: str, nats: str, deployment: str, until: Until) -> None:
     async with running("load-for-ever", etcd, nats, deployment) as stub:
-        await until(lambda: stub.instance and stub.instance.progress == "loading weights", 20)
+        await until(lambda: stub.instance and stub.instance.progress == "loading weights", STARTS_S)
         stub.process.send_signal(signal.SIGTERM)
         assert await stub.ended() == (0, "stop\n")
 
@@ -180,7 +181,7 @@ async def test_it_waits_for_an_etcd_that_comes_later_and_needs_no_nats_to_start(
         await asyncio.sleep(0.5)
         assert stub.process.returncode is None
         own_etcd.restart()
-        await until(lambda: stub.is_in(State.READY), 20)
+        await until(lambda: stub.is_in(State.READY), STARTS_S)
 
 
 async def test_a_port_in_use_ends_it_with_a_message(etcd: str, nats: str, deployment: str) -> None:
@@ -200,7 +201,7 @@ async def test_a_supervised_service_ends_when_its_supervisor_is_killed(
         *(sys.executable, "-c", script, sys.executable, str(STUB), "well", *where),
         env={**os.environ, "TOKENMILL_SUPERVISED": "1"},
     )
-    await until(lambda: [one for one in discovery.instances.values() if one.state is State.READY], 20)
+    await until(lambda: [one for one in discovery.instances.values() if one.state is State.READY], STARTS_S)
     (instance,) = discovery.instances.values()
     service = psutil.Process(instance.pid)
     supervisor.kill()
@@ -215,7 +216,7 @@ async def test_a_healthy_service_that_stood_still_for_a_while_is_ready_again(
     etcd: str, nats: str, deployment: str, until: Until
 ) -> None:
     async with running("well", etcd, nats, deployment) as stub:
-        await until(lambda: stub.is_in(State.READY), 20)
+        await until(lambda: stub.is_in(State.READY), STARTS_S)
         stub.process.send_signal(signal.SIGSTOP)
         await until(lambda: stub.is_in(State.SUSPECT), 20)
         stub.process.send_signal(signal.SIGCONT)
