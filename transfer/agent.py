@@ -40,6 +40,9 @@ _LISTEN_S = 0.01
 """Longest wait between looks for notices."""
 _LINGER_S = 1.0
 """How long a sent notice is given to leave, when nothing else drives progress."""
+_CLOSE_S = 10.0
+_MOST_PEERS = 1024
+"""Connections kept, least recently used dropped first."""
 
 
 class Read:
@@ -73,7 +76,6 @@ class Agent:
         self._loop = loop
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"nixl-{name}", daemon=True)
-        self._reads: set[Read] = set()
         self._on_notice: Callable[[bytes], object] | None = None
         self._listening = False
         self._closed = False
@@ -83,6 +85,7 @@ class Agent:
         self._backend: Any = None
         self._registered: list[Any] = []
         self._peers: dict[bytes, str] = {}
+        """Names by metadata, least recently used first."""
         self._transfers: dict[Read, Any] = {}
         self._active_until = 0.0
         self._pause_s = _BUSY_S
@@ -120,7 +123,6 @@ class Agent:
         gone or has an overdue read still in flight.
         """
         read = Read(self._loop)
-        self._reads.add(read)
         if self._closed:
             self._settle(read, PeerUnreachable("this agent is closed"))
         else:
@@ -141,17 +143,15 @@ class Agent:
             self._listening = listening
             self._calls.put(self._wake)
 
-    @property
-    def reads_in_flight(self) -> int:
-        """Reads that have not ended."""
-        return len(self._reads)
-
     async def close(self) -> None:
-        """Ends the agent; no byte arrives after it. Reads in flight end in `PeerUnreachable`. Safe to call twice."""
+        """Ends the agent, within 10 s; no byte arrives after it. Safe to call twice.
+
+        Reads in flight end in `PeerUnreachable`.
+        """
         if not self._closed:
             self._closed = True
             self._calls.put(self._stop)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, _CLOSE_S)
 
     async def _call(self, function: Callable[[], T]) -> T:
         if self._closed:
@@ -217,13 +217,15 @@ class Agent:
         self._registered.append(regions)
 
     def _peer(self, metadata: bytes) -> str:
-        name = self._peers.get(metadata)
+        name = self._peers.pop(metadata, None)
         if name is None:
+            if len(self._peers) >= _MOST_PEERS:
+                self._forget_peer(next(iter(self._peers.values())))
             try:
                 name = _text(self._agent.loadRemoteMD(metadata))
             except Exception as error:
                 raise PeerUnreachable(f"cannot reach the peer: {error}") from error
-            self._peers[metadata] = name
+        self._peers[metadata] = name
         return name
 
     def _forget_peer(self, name: str) -> None:
@@ -300,7 +302,6 @@ class Agent:
     # Below: on the event loop again.
 
     def _settle(self, read: Read, error: Exception | None) -> None:
-        self._reads.discard(read)
         if error is None:
             read.ended.set_result(None)
         else:
