@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import psutil
 
 from controlplane.errors import EngineFailed, InvalidRequest, TokenmillError, Unsupported
 from engines.base import (
@@ -64,6 +65,8 @@ class VllmEngine:
         self._info: EngineInfo | None = None
         self._llm: AsyncLLM | None = None
         self._making: asyncio.Future[AsyncLLM] | None = None
+        self._strangers: set[multiprocessing.process.BaseProcess] = set()
+        """Children of our process that are none of this engine's."""
         self._recorder: StepRecorder | None = None
         self._events: KvEventReader | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -105,6 +108,7 @@ class VllmEngine:
 
         on_progress("loading the weights and making the KV cache")
         self._recorder = StepRecorder(self._on_handoff, self._on_lease_end)
+        self._strangers = set(multiprocessing.active_children())
         self._making = asyncio.ensure_future(
             asyncio.to_thread(
                 launch.make_llm, self._config, self._role, model, identity, self._directory, self._recorder
@@ -153,9 +157,12 @@ class VllmEngine:
 
     async def _stop_processes(self, making: asyncio.Future[AsyncLLM]) -> None:
         if not making.done():
-            # The thread that makes it cannot be interrupted; it gives up when its child is gone.
-            for child in multiprocessing.active_children():
-                child.terminate()
+            # The thread that makes it cannot be interrupted; it gives up when its processes are gone. They would first
+            # finish loading if asked kindly.
+            for child in set(multiprocessing.active_children()) - self._strangers:
+                core = psutil.Process(child.pid)
+                for process in (core, *core.children(recursive=True)):
+                    process.kill()
         with suppress(TokenmillError):
             llm = await making
             await asyncio.to_thread(llm.shutdown, _STOP_TIMEOUT_S)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import zmq
 import zmq.asyncio
 import zmq.error
+from zmq.constants import SocketType
 
 from engines.base import KvEventSink
 from kvcache.events import Cleared, KvEvent, Removed, Stored
@@ -141,7 +141,7 @@ class KvEventReader:
         self._sink = sink
         self._reset = reset_prefix_cache
         self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.SUB)
+        self._socket = self._context.socket(SocketType.SUB)
         self._socket.set_hwm(0)
         self._socket.subscribe(b"")
         self._socket.connect(endpoint)
@@ -175,7 +175,7 @@ class KvEventReader:
 
     async def _fill_gap(self) -> None:
         self.gaps += 1
-        replay = self._context.socket(zmq.DEALER)
+        replay = self._context.socket(SocketType.DEALER)
         try:
             replay.rcvtimeo = _REPLAY_TIMEOUT_MS
             replay.connect(self._replay_endpoint)
