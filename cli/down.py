@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import signal
 import sys
 import time
@@ -14,8 +15,6 @@ from controlplane.deployment import running
 from controlplane.errors import Unavailable
 
 __all__ = ["main"]
-
-_POLL_S = 0.05
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,14 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if state is None:
         raise Unavailable(f"deployment {name!r} does not run on this machine")
     started = time.monotonic()
-    os.kill(state.pid, signal.SIGTERM)
     print(f"stopping deployment {name!r} (pid {state.pid})", file=sys.stderr)
-    while running(name) is not None:
-        if time.monotonic() - started > arguments.timeout:
-            raise Unavailable(
-                f"deployment {name!r} (pid {state.pid}) still runs after {arguments.timeout:g} s; "
-                "`tokenmill down` again forces it"
-            )
-        time.sleep(_POLL_S)
+    supervisor = os.pidfd_open(state.pid)
+    signal.pidfd_send_signal(supervisor, signal.SIGTERM)
+    ended, _, _ = select.select([supervisor], [], [], arguments.timeout)
+    if not ended:
+        raise Unavailable(
+            f"deployment {name!r} (pid {state.pid}) still runs after {arguments.timeout:g} s; "
+            "`tokenmill down` again forces it"
+        )
     print(f"deployment {name!r} stopped after {time.monotonic() - started:.1f} s")
     return 0

@@ -176,7 +176,8 @@ class _Up:
                 assert frontend is not None
                 url = f"http://{frontend.http_address}"
                 client = await stack.enter_async_context(OpenAiClient(url, api_key=self._api_key))
-                return client, await first_answer(client, remote=self._up.prefill > 0), frontend.address
+                await first_answer(client, roll.model(), remote=self._up.prefill > 0)
+                return client, roll.model().name, frontend.address
         except TimeoutError:
             waited_for = ", ".join(roll.missing()) if roll else "etcd"
             raise DeadlineExceeded(

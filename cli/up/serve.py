@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import count
 
 from prometheus_client import CollectorRegistry
 
@@ -14,8 +15,8 @@ from cli.up.plan import Plan
 from cli.up.progress import Progress
 from controlplane.discovery import Discovery
 from controlplane.embedded import EmbeddedServer
-from controlplane.errors import NotFound, TokenmillError, Unavailable
-from controlplane.instances import Instance, State
+from controlplane.errors import TokenmillError, Unavailable
+from controlplane.instances import Instance, ModelCard, State
 from controlplane.supervisor import Supervisor
 
 __all__ = ["RollCall", "first_answer", "servers_answer", "watched"]
@@ -62,6 +63,10 @@ class RollCall:
             return None
         return found
 
+    def model(self) -> ModelCard:
+        """What is served; known once all were ready."""
+        return next(found.model for one in self._plan.services if (found := self.instance(one)) and found.model)
+
     def look(self) -> None:
         """Passes on what is new."""
         for instance_id, name in self._plan.services.items():
@@ -95,21 +100,18 @@ async def watched(plan: Plan, supervisor: Supervisor, progress: Progress) -> Asy
         await discovery.close()
 
 
-async def first_answer(client: OpenAiClient, *, remote: bool) -> str:
-    """Asks for a token until one comes, with `remote` through a prefill worker; returns the model's name.
+async def first_answer(client: OpenAiClient, card: ModelCard, *, remote: bool) -> None:
+    """Asks for a token until one comes, with `remote` through a prefill worker.
 
-    An answer without a prefill worker is good enough in the end. Raises what the server says when none comes.
+    An answer without a prefill worker is good enough in the end. Raises `Unavailable` when none comes.
     """
     started = time.monotonic()
-    attempt = 0
-    while True:
-        attempt += 1
+    # Some engines hand over full blocks only.
+    words = " the" * min(card.format.block_size, card.max_model_len // 2)
+    for attempt in count(1):
         try:
-            (model, *_) = await client.models() or [""]
-            if not model:
-                raise NotFound("no model is served")
             # A new prompt each time: a known one needs no prefill.
-            async for _ in client.complete(model, f"Attempt {attempt}: are you there?", max_tokens=1):
+            async for _ in client.complete(card.name, f"{attempt}{words}", max_tokens=1):
                 pass
         except TokenmillError as error:
             if time.monotonic() - started > _ANSWER_TIMEOUT_S:
@@ -117,5 +119,5 @@ async def first_answer(client: OpenAiClient, *, remote: bool) -> str:
         else:
             went_remote = client.usage is not None and client.usage.remote_tokens > 0
             if went_remote or not remote or time.monotonic() - started > _REMOTE_TIMEOUT_S:
-                return model
+                return
         await asyncio.sleep(_POLL_S)

@@ -99,8 +99,9 @@ def test_ctrl_c_leaves_no_process_port_or_folder(tokenmill: Tokenmill) -> None:
     tokenmill.assert_nothing_left(_port(url))
 
 
-def test_ctrl_c_while_starting_leaves_nothing_either(tokenmill: Tokenmill) -> None:
-    running = tokenmill.start(*_up())
+@pytest.mark.parametrize("more", [(), ("--detach",)], ids=["foreground", "background"])
+def test_ctrl_c_while_starting_leaves_nothing_either(tokenmill: Tokenmill, more: tuple[str, ...]) -> None:
+    running = tokenmill.start(*_up(*more))
     running.wait_for("etcd: ready")
     running.send(signal.SIGINT)
     assert running.exit_code() == 130, running.said
@@ -194,8 +195,9 @@ def test_a_model_that_is_not_there_ends_up_at_once_with_a_clear_message(tokenmil
     tokenmill.assert_nothing_left()
 
 
-def test_a_worker_that_cannot_start_ends_up_with_its_reason(tokenmill: Tokenmill) -> None:
-    failed = tokenmill.run(*_up("--sim-profile", "no-such-profile"))
+@pytest.mark.parametrize("more", [(), ("--detach",)], ids=["foreground", "background"])
+def test_a_worker_that_cannot_start_ends_up_with_its_reason(tokenmill: Tokenmill, more: tuple[str, ...]) -> None:
+    failed = tokenmill.run(*_up("--sim-profile", "no-such-profile", *more))
     assert failed.returncode == 1
     assert re.search(r"tokenmill up: (prefill|decode) cannot start", failed.stderr), failed.stderr
     assert "no-such-profile" in failed.stderr
