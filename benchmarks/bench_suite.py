@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,10 @@ VARIANTS = {"aggregated": 0, "P/D apart": 1}
 """Number of prefill workers, with one decode worker."""
 
 
+SHORT_TOKENS = 8
+"""Length of the answers that show what a request costs whatever its length."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """One run of the load: CPU seconds by service, and what the load generator saw."""
@@ -41,13 +45,28 @@ class Run:
     cpu_s: dict[str, float]
     seen: dict[str, Any]
 
-    def us_a_token(self, service: str) -> float:
-        """Microseconds of CPU an output token."""
-        return 1e6 * self.cpu_s[service] / int(self.seen["completion_tokens"])
+    def us_a_request(self, service: str) -> float:
+        """Microseconds of CPU a request, its tokens included."""
+        return 1e6 * self.cpu_s[service] / int(self.seen["requests"])
 
-    def ms_a_request(self, service: str) -> float:
-        """Milliseconds of CPU a request, its tokens included."""
-        return 1e3 * self.cpu_s[service] / int(self.seen["requests"])
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Runs of one variant: with answers of the full length, and with short ones."""
+
+    full: list[Run]
+    short: list[Run]
+    output_tokens: int
+
+    def us_a_token(self, service: str) -> list[float]:
+        """All CPU time over all output tokens, for each full run, sorted."""
+        return sorted(run.us_a_request(service) / self.output_tokens for run in self.full)
+
+    def parts(self, service: str) -> tuple[float, float]:
+        """Microseconds a request, and for each further token: a line through the medians of short and full runs."""
+        short, full = (statistics.median(run.us_a_request(service) for run in runs) for runs in (self.short, self.full))
+        a_token = (full - short) / (self.output_tokens - SHORT_TOKENS)
+        return short - SHORT_TOKENS * a_token, a_token
 
 
 def main() -> None:
@@ -61,33 +80,52 @@ def main() -> None:
     parser.add_argument(
         "--time-scale", default="0", help="of the simulated engine; 0: no waiting [default %(default)s]"
     )
-    parser.add_argument("--json", action="store_true", help="print the measurements instead of a table")
     options = parser.parse_args()
-    measured = {name: measure(prefill, options) for name, prefill in VARIANTS.items()}
-    if options.json:
-        print(json.dumps({name: [{"cpu_s": run.cpu_s, **run.seen} for run in runs] for name, runs in measured.items()}))
-    else:
-        report(measured, options)
+    report({name: measure(name, prefill, options) for name, prefill in VARIANTS.items()}, options)
 
 
-def measure(prefill: int, options: argparse.Namespace) -> list[Run]:
-    """Starts a suite, warms it up, and measures it `options.runs` times."""
+def measure(name: str, prefill: int, options: argparse.Namespace) -> Measured:
+    """Starts a suite, warms it up, and measures it `options.runs` times with each length of answer."""
     with suite(prefill, options.time_scale) as instances:
         (frontend,) = (instance for instance in instances if instance["service"] == "frontend")
         url = f"http://{frontend['http_address']}"
-        send(url, options, requests=options.streams * 4, seed=0)
-        return [measure_once(instances, url, options, seed) for seed in range(1, options.runs + 1)]
+        load = Load(url, options.streams, options.input_tokens)
+        load.send(options.streams * 4, options.output_tokens, seed=0)
+        measured = Measured([], [], options.output_tokens)
+        for number in range(1, options.runs + 1):
+            print(f"{name}: run {number} of {options.runs}", file=sys.stderr)
+            measured.full.append(measure_once(instances, load, options.requests, options.output_tokens, number))
+            measured.short.append(measure_once(instances, load, options.requests, SHORT_TOKENS, -number))
+        return measured
 
 
-def measure_once(instances: Sequence[dict[str, Any]], url: str, options: argparse.Namespace, seed: int) -> Run:
+def measure_once(instances: Sequence[dict[str, Any]], load: Load, requests: int, output_tokens: int, seed: int) -> Run:
     """CPU time used by each service while the load ran."""
     before = cpu_s(instances)
-    seen = send(url, options, requests=options.requests, seed=seed)
+    seen = load.send(requests, output_tokens, seed)
     after = cpu_s(instances)
-    if seen["completion_tokens"] != options.requests * options.output_tokens:
-        sys.exit(f"{seen['completion_tokens']} tokens came, not {options.requests * options.output_tokens}")
+    if seen["completion_tokens"] != requests * output_tokens:
+        sys.exit(f"{seen['completion_tokens']} tokens came, not {requests * output_tokens}")
     used = {service: after[service] - before[service] for service in before}
     return Run({**used, "all": sum(used.values())}, seen)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The load generator, a process of its own."""
+
+    url: str
+    streams: int
+    input_tokens: int
+
+    def send(self, requests: int, output_tokens: int, seed: int) -> dict[str, Any]:
+        """One run of it; no two seeds share a prompt."""
+        flags = {"requests": requests, "streams": self.streams, "seed": seed}
+        flags |= {"input-tokens": self.input_tokens, "output-tokens": output_tokens}
+        command = [sys.executable, LOAD_GENERATOR, self.url, "--model", "sim"]
+        command += [f"--{name}={value}" for name, value in flags.items()]
+        seen: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        return seen
 
 
 def cpu_s(instances: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -113,60 +151,62 @@ def suite(prefill: int, time_scale: str) -> Iterator[list[dict[str, Any]]]:
         _tokenmill("down", "--deployment", deployment)
 
 
-def send(url: str, options: argparse.Namespace, *, requests: int, seed: int) -> dict[str, Any]:
-    """One run of the load generator."""
-    counts = {"requests": requests, "streams": options.streams, "seed": seed}
-    counts |= {"input-tokens": options.input_tokens, "output-tokens": options.output_tokens}
-    flags = [text for name, value in counts.items() for text in (f"--{name}", str(value))]
-    output = subprocess.run(
-        [sys.executable, LOAD_GENERATOR, url, "--model", "sim", *flags], stdout=subprocess.PIPE, check=True
-    ).stdout
-    seen: dict[str, Any] = json.loads(output)
-    return seen
-
-
 def _tokenmill(*arguments: str) -> str:
+    """Runs the command quietly; what it says on standard error is shown when it fails."""
     command = [TOKENMILL, *arguments]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=START_TIMEOUT_S).stdout
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False)
+    if ran.returncode != 0:
+        sys.exit(f"{ran.stderr}`tokenmill {' '.join(arguments)}` failed")
+    return ran.stdout
 
 
-def report(measured: dict[str, list[Run]], options: argparse.Namespace) -> None:
-    """The median run of each variant, service by service."""
-    title = f"{options.streams} streams, {options.input_tokens} tokens in, {options.output_tokens} out, "
-    table = Table(title=f"{title}median of {options.runs}", title_justify="left")
-    for name, justify in (("", "left"), ("service", "left"), *[(name, "right") for name in COLUMNS]):
-        table.add_column(name, justify="right" if justify == "right" else "left")
-    aggregated = statistics.median(run.us_a_token("all") for run in measured["aggregated"])
-    for variant, runs in measured.items():
-        for service in runs[0].cpu_s:
-            us = [run.us_a_token(service) for run in runs]
-            ms = statistics.median(run.ms_a_request(service) for run in runs)
-            table.add_row(
-                variant if service == next(iter(runs[0].cpu_s)) else "",
-                service,
-                f"{statistics.median(us):.1f}",
-                f"{min(us):.1f}-{max(us):.1f}",
-                f"{ms:.2f}",
-                f"{statistics.median(us) / TARGET_US_A_TOKEN:.2f}" if service == "all" else "",
-                f"{statistics.median(us) / aggregated:.2f}" if service == "all" else "",
-            )
+def report(measured: dict[str, Measured], options: argparse.Namespace) -> None:
+    """The medians of each variant, service by service."""
+    console = Console(highlight=False, width=120)
+    table = Table(box=None, pad_edge=False, title_justify="left")
+    table.title = (
+        f"CPU time, median of {options.runs} runs: {options.streams} streams, {options.input_tokens} tokens in, "
+        f"{options.output_tokens} out"
+    )
+    for name in ("", "service"):
+        table.add_column(name)
+    for name in (
+        "us/token",
+        "(least-most)",
+        "= us/request",
+        "+ us/token",
+        f"of {TARGET_US_A_TOKEN:.0f} us",
+        "of aggregated",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    aggregated = statistics.median(measured["aggregated"].us_a_token("all"))
+    for variant, one in measured.items():
+        for service in one.full[0].cpu_s:
+            us = one.us_a_token(service)
+            median = statistics.median(us)
+            a_request, a_token = one.parts(service)
+            ratios = (f"{median / TARGET_US_A_TOKEN:.2f}", f"{median / aggregated:.2f}") if service == "all" else ()
+            spread = f"{us[0]:.1f}-{us[-1]:.1f}"
+            table.add_row(variant, service, f"{median:.1f}", spread, f"{a_request:.0f}", f"{a_token:.1f}", *ratios)
         table.add_section()
-    console = Console()
     console.print(table)
-    for variant, runs in measured.items():
-        rate = statistics.median(run.seen["completion_tokens"] / run.seen["elapsed_s"] for run in runs)
-        ttft = statistics.median(run.seen["ttft_s"] for run in runs)
-        a_event = statistics.median(run.seen["completion_tokens"] / run.seen["events"] for run in runs)
-        remote = runs[0].seen["remote_tokens"] / runs[0].seen["prompt_tokens"]
-        console.print(
-            f"{variant}: {rate:,.0f} tokens/s, TTFT p50 {ttft * 1e3:.0f} ms, {a_event:.1f} tokens an SSE event, "
-            f"{runs[0].seen['prompt_tokens'] / runs[0].seen['requests']:.0f} tokens a prompt, "
-            f"{remote:.0%} of them prefilled remotely",
-            highlight=False,
-        )
+    for variant, one in measured.items():
+        console.print(f"{variant}: {_seen(one.full)}")
 
 
-COLUMNS = ("CPU us a token", "least-most", "CPU ms a request", "to the target", "to aggregated")
+def _seen(runs: Sequence[Run]) -> str:
+    """What the load generator saw: medians over the runs."""
+
+    def median(of: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.median(of(run.seen) for run in runs)
+
+    return (
+        f"{median(lambda seen: seen['completion_tokens'] / seen['elapsed_s']):,.0f} tokens/s, "
+        f"TTFT p50 {median(lambda seen: 1e3 * seen['ttft_s']):.0f} ms, "
+        f"{median(lambda seen: seen['completion_tokens'] / seen['events']):.1f} tokens an SSE event, "
+        f"{median(lambda seen: seen['prompt_tokens'] / seen['requests']):.0f} tokens a prompt, "
+        f"{median(lambda seen: seen['remote_tokens'] / seen['prompt_tokens']):.0%} of them prefilled remotely"
+    )
 
 
 if __name__ == "__main__":

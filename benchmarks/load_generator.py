@@ -62,7 +62,7 @@ def make_prompts(count: int, tokens: int, rng: random.Random) -> list[str]:
     tokenizer = Tokenizer.from_str(builtin_tokenizer_json())
     words = [word for word, i in tokenizer.get_vocab().items() if word.startswith("Ġ") and word[1:].isalpha()]
     words = [word.replace("Ġ", " ") for word in words if len(word) > 2]
-    template_tokens = 12
+    template_tokens = 19
     return ["".join(rng.choices(words, k=tokens - template_tokens)) for _ in range(count)]
 
 
