@@ -38,8 +38,6 @@ class Plan:
     """Those that run as children, under their own names."""
     etcd: str
     nats: str
-    model: str
-    """For people: the model as the engine is given it."""
     drain_timeout_s: float
 
 
@@ -92,7 +90,6 @@ def make_plan(loaded: Loaded, model: str, folder: Path, environment: Mapping[str
         servers=tuple(servers),
         etcd=common.etcd,
         nats=common.nats,
-        model=model,
         drain_timeout_s=common.drain_timeout_s,
     )
 

@@ -22,6 +22,8 @@ from controlplane.supervisor import Supervisor
 __all__ = ["RollCall", "first_answer", "servers_answer", "watched"]
 
 _POLL_S = 0.05
+_PATIENCE_S = 5.0
+"""After so long without an etcd, say so."""
 _ANSWER_TIMEOUT_S = 60.0
 """Everybody is ready by then: what still fails after this long will not mend itself."""
 _REMOTE_TIMEOUT_S = 15.0
@@ -89,7 +91,11 @@ class RollCall:
 @asynccontextmanager
 async def watched(plan: Plan, supervisor: Supervisor, progress: Progress) -> AsyncIterator[RollCall]:
     """Watches a plan's services through discovery."""
-    discovery = await Discovery.connect(plan.etcd, plan.deployment, CollectorRegistry(), timeout_s=None)
+    try:
+        discovery = await Discovery.connect(plan.etcd, plan.deployment, CollectorRegistry(), timeout_s=_PATIENCE_S)
+    except Unavailable as error:
+        progress.say(f"{error.message} Waiting for it.")
+        discovery = await Discovery.connect(plan.etcd, plan.deployment, CollectorRegistry(), timeout_s=None)
     try:
         roll = RollCall(plan, discovery, supervisor, progress)
         unsubscribe = discovery.subscribe(roll.look)

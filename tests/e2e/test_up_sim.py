@@ -62,6 +62,20 @@ def test_once_prints_one_answer_that_prefill_and_decode_made_together(tokenmill:
     tokenmill.assert_nothing_left()
 
 
+def test_running_etcd_and_nats_servers_are_used_and_left_running(
+    tokenmill: Tokenmill, etcd: str, nats: str, deployment: str
+) -> None:
+    running = tokenmill.start(*_up("--etcd", etcd, "--nats", nats, "--deployment", deployment))
+    url = _url(running.wait_for("stop "))
+    assert not any("/nats-server " in command or "/etcd " in command for command in tokenmill.processes().values())
+    elsewhere = tokenmill.run("status", "--json", "--etcd", etcd, "--nats", nats, "--deployment", deployment)
+    assert [one["load"] is not None for one in json.loads(elsewhere.stdout)["instances"] if one["role"]] == [True, True]
+    running.send(signal.SIGINT)
+    assert running.exit_code() == 0, running.said
+    tokenmill.assert_nothing_left(_port(url))
+    assert tokenmill.run("status", "--etcd", etcd, "--deployment", deployment).returncode == 1
+
+
 def test_a_background_deployment_is_seen_talked_to_and_stopped(tokenmill: Tokenmill) -> None:
     started = tokenmill.run(*_up("-d", "--prefill", "2", "--decode", "2"))
     assert started.returncode == 0, started.stderr
