@@ -120,12 +120,13 @@ class Scheduler:
         self._expire(now)
         step = Step()
         scheduled, budget, preempted = self._schedule_running()
-        if not preempted:
+        if not preempted or not scheduled:
             self._admit(step, scheduled, budget)
         self._compute(step, scheduled)
         return step
 
     def _schedule_running(self) -> tuple[list[tuple[Sequence, int]], int, bool]:
+        """Who of those running computes how many tokens; what is left of the step's tokens; whether one had to go."""
         scheduled: list[tuple[Sequence, int]] = []
         budget = self._max_batched_tokens
         preempted = False

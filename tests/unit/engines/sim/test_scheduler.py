@@ -227,6 +227,19 @@ def test_read_prompts_that_fill_all_blocks_do_not_block_each_other_for_ever() ->
         assert list(sequence.tokens[16:]) == expected(prompt, 8)
 
 
+def test_the_only_one_running_goes_on_when_blocks_that_wait_for_their_turn_are_in_its_way() -> None:
+    scheduler = make_scheduler(total_blocks=8, max_num_seqs=2)
+    scheduler.add(running := make_sequence("running", [1] * 8, 16))
+    scheduler.step(0.0)
+    scheduler.add(reading := make_sequence("reading", [2] * 17, 4, handle_blocks=4))
+    scheduler.step(0.0)
+    scheduler.finish_read(reading, KvOutcome.READ)
+    scheduler._max_num_seqs = 1  # it stays in line with its blocks
+    run(scheduler)
+    assert list(running.tokens[8:]) == expected([1] * 8, 16)
+    assert list(reading.tokens[17:]) == expected([2] * 17, 4)
+
+
 class AnyOrderOfEvents(RuleBasedStateMachine):
     """Whatever comes in whatever order: no block leaks, events tell the truth, every answer is the naive one."""
 
