@@ -9,12 +9,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
-from tokenmill.kv.v1 import kv_pb2_grpc
+from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
 from tokenmill.router.v1 import router_pb2, router_pb2_grpc
 
 from controlplane.bus import Bus
@@ -52,6 +53,21 @@ async def until(
         await asyncio.sleep(0.05)
 
 
+class KvSource(KvSourceServicer):
+    """A worker's own, which can be told to refuse."""
+
+    refusals_left = 0
+
+    async def GetKvSnapshot(  # noqa: N802
+        self, request: kv_pb2.GetKvSnapshotRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[kv_pb2.KvSnapshotPart]:
+        async for part in super().GetKvSnapshot(request, context):
+            yield part
+            if self.refusals_left:
+                self.refusals_left -= 1
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "broke in the middle")
+
+
 class LightWorker:
     """One worker to the control plane: in discovery, on the bus, with KvSource and load reports."""
 
@@ -60,6 +76,7 @@ class LightWorker:
         self.bus = bus
         self.instance = instance
         self.publisher = KvPublisher(bus, deployment, instance.instance_id, instance.epoch)
+        self.kv_source = KvSource(self.publisher)
         self.load = LoadSnapshot()
 
     @property
@@ -121,7 +138,7 @@ class Cluster:
                 model=card,
             )
             worker = LightWorker(discovery, bus, self.deployment, instance)
-            kv_pb2_grpc.add_KvSourceServicer_to_server(KvSourceServicer(worker.publisher), server)
+            kv_pb2_grpc.add_KvSourceServicer_to_server(worker.kv_source, server)
             await server.start()
             stack.push_async_callback(server.stop, 0)
             await discovery.register(instance)

@@ -131,6 +131,23 @@ async def test_a_lost_message_is_mended_by_the_next_one_or_by_the_load_report(
     await until(lambda: router.agrees_with(cluster), "a lost clear is mended", within_s=5)
 
 
+async def test_a_snapshot_that_breaks_off_is_asked_for_again_and_the_last_picture_stands_meanwhile(
+    cluster: Cluster, start_router: StartRouter
+) -> None:
+    router = await start_router(cluster)
+    worker = await cluster.start("d-1", "decode")
+    hashes = chain(1, 20)
+    worker.say(Stored(None, tuple(hashes)))
+    await until(lambda: router.agrees_with(cluster), "the worker is known")
+    worker.kv_source.refusals_left = 4
+    worker.say_unheard(Stored(None, (1,)))
+    worker.say(Stored(1, (2,)))
+    await until(lambda: worker.kv_source.refusals_left < 4, "a snapshot broke off")
+    assert (await router.schedule(hashes, tokens=400)).decode.overlap_blocks == 20
+    await until(lambda: router.agrees_with(cluster), "the index is true")
+    assert worker.kv_source.refusals_left == 0
+
+
 async def test_a_worker_that_comes_goes_and_begins_anew_is_followed(
     cluster: Cluster, start_router: StartRouter
 ) -> None:
