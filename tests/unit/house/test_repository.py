@@ -73,3 +73,20 @@ def test_the_readme_names_the_two_commands_and_only_targets_that_exist() -> None
     )
     assert {"up", "test"} <= named
     assert named <= set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_every_decision_is_listed_once() -> None:
+    folder = ROOT / "docs" / "decisions"
+    pages = sorted(path.name for path in folder.glob("0*.md"))
+    assert re.findall(r"\]\((0.*?\.md)\)", (folder / "README.md").read_text()) == pages
+    assert [name[:4] for name in pages] == [f"{number:04}" for number in range(1, len(pages) + 1)]
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    broken = [
+        f"{page.relative_to(ROOT)}: {link}"
+        for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+        if not (page.parent / link).exists()
+    ]
+    assert broken == []
