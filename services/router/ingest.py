@@ -30,8 +30,8 @@ from kvcache.load import LoadReport
 __all__ = ["Ingest", "Listener"]
 
 FETCH_S = 10.0
-AT_ONCE = 8
-"""Snapshots fetched at a time: enough to recover quickly, few enough to keep deciding meanwhile."""
+AT_ONCE = 32
+"""Snapshots fetched at a time: few enough to keep deciding meanwhile, enough that hung workers do not hold up others."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 
