@@ -171,13 +171,11 @@ class _Up:
             async with asyncio.timeout(self._up.start_timeout_s):
                 await servers_answer(self._plan.servers, self._supervisor, self._progress)
                 roll = await stack.enter_async_context(watched(self._plan, self._supervisor, self._progress))
-                await roll.complete()
-                frontend = roll.instance(self._plan.frontend)
-                assert frontend is not None
+                frontend, model = await roll.complete()
                 url = f"http://{frontend.http_address}"
                 client = await stack.enter_async_context(OpenAiClient(url, api_key=self._api_key))
-                await first_answer(client, roll.model(), remote=self._up.prefill > 0)
-                return client, roll.model().name, frontend.address
+                await first_answer(client, model, remote=self._up.prefill > 0)
+                return client, model.name, frontend.address
         except TimeoutError:
             waited_for = ", ".join(roll.missing()) if roll else "etcd"
             raise DeadlineExceeded(

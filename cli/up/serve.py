@@ -47,45 +47,42 @@ class RollCall:
         self._discovery = discovery
         self._supervisor = supervisor
         self._progress = progress
-        self._complete = asyncio.Event()
+        self._complete: asyncio.Future[tuple[Instance, ModelCard]] = asyncio.get_running_loop().create_future()
 
-    async def complete(self) -> None:
-        """Waits until all were ready at the same time."""
-        await self._complete.wait()
+    async def complete(self) -> tuple[Instance, ModelCard]:
+        """Waits until all were ready at the same time; the frontend and the model as they were then."""
+        return await self._complete
 
     def missing(self) -> list[str]:
         """Names of those that are not ready."""
-        return [name for instance_id, name in self._plan.services.items() if not self._is_ready(instance_id)]
-
-    def instance(self, instance_id: str) -> Instance | None:
-        """What the present process of a service has published of itself."""
-        found = self._discovery.instances.get(instance_id)
-        # A record outlives its process until the lease ends; one of an earlier life says nothing of this one.
-        if found is None or found.pid != self._supervisor.pid(self._plan.services[instance_id]):
-            return None
-        return found
-
-    def model(self) -> ModelCard:
-        """What is served; known once all were ready."""
-        return next(found.model for one in self._plan.services if (found := self.instance(one)) and found.model)
+        return [name for instance_id, name in self._plan.services.items() if instance_id not in self._ready()]
 
     def look(self) -> None:
         """Passes on what is new."""
-        for instance_id, name in self._plan.services.items():
-            found = self.instance(instance_id)
-            if found is None:
-                continue
+        for found in self._present():
+            name = self._plan.services[found.instance_id]
             if found.state is State.READY:
                 self._supervisor.mark_ready(name, found.pid)
                 self._progress.ready(name)
             else:
                 self._progress.update(name, found.progress or found.state.value)
-        if not self.missing():
-            self._complete.set()
+        ready = self._ready()
+        models = [found.model for found in ready.values() if found.model is not None]
+        if models and not self.missing() and not self._complete.done():
+            self._complete.set_result((ready[self._plan.frontend], models[0]))
 
-    def _is_ready(self, instance_id: str) -> bool:
-        found = self.instance(instance_id)
-        return found is not None and found.state is State.READY
+    def _present(self) -> list[Instance]:
+        """What the present processes have published of themselves."""
+        found = (self._discovery.instances.get(instance_id) for instance_id in self._plan.services)
+        # A record outlives its process until the lease ends; one of an earlier life says nothing of this one.
+        return [
+            one
+            for one in found
+            if one is not None and one.pid == self._supervisor.pid(self._plan.services[one.instance_id])
+        ]
+
+    def _ready(self) -> dict[str, Instance]:
+        return {found.instance_id: found for found in self._present() if found.state is State.READY}
 
 
 @asynccontextmanager
