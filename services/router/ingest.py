@@ -31,7 +31,7 @@ __all__ = ["Ingest", "Listener"]
 
 FETCH_S = 10.0
 AT_ONCE = 32
-"""Snapshots fetched at a time: few enough to keep deciding meanwhile, enough that hung workers do not hold up others."""
+"""Snapshots fetched at a time: few enough to keep deciding meanwhile, enough that a hung worker holds up no other."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 
