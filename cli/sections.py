@@ -12,10 +12,11 @@ from services.frontend.settings import FrontendSettings
 from services.prefill.settings import PrefillSettings
 from services.router.settings import RouterSettings
 
-__all__ = ["ALL_SECTIONS", "SERVICE_SECTIONS"]
+__all__ = ["ALL_SECTIONS"]
 
-# Of two fields of one name, the first keeps the plain flag: --model is the engine's, --port the frontend's.
-SERVICE_SECTIONS: Mapping[str, type] = {
+# Of two fields of one name, the first keeps the plain flag.
+ALL_SECTIONS: Mapping[str, type] = {
+    "up": UpSettings,
     "common": CommonSettings,
     "engine": EngineSettings,
     "frontend": FrontendSettings,
@@ -23,5 +24,3 @@ SERVICE_SECTIONS: Mapping[str, type] = {
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
 }
-
-ALL_SECTIONS: Mapping[str, type] = {"up": UpSettings, **SERVICE_SECTIONS}

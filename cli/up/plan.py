@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cli.sections import SERVICE_SECTIONS
+from cli.sections import ALL_SECTIONS
 from cli.up.settings import UpSettings
 from controlplane.child_process import ChildSpec
 from controlplane.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer, free_port
@@ -21,7 +21,9 @@ __all__ = ["Plan", "make_plan"]
 
 # A stage has ended before the one below it is told to stop: the frontend first, so that its running requests find their
 # workers, and last what everybody talks through.
-_SERVERS, _WORKERS, _FRONTEND = range(3)
+_SERVERS_STAGE, _MIDDLE_STAGE, _FRONTEND_STAGE = range(3)
+
+_WORKERS = ("prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +56,18 @@ def make_plan(loaded: Loaded, model: str, folder: Path, environment: Mapping[str
     if common.log_format == "auto":
         common = replace(common, log_format="human")
 
-    told = _environment(loaded, replace(loaded.get(EngineSettings), model=model), environment)
+    engine = replace(loaded.get(EngineSettings), model=model)
     this_run = secrets.token_hex(3)
     frontend = loaded.get(FrontendSettings)
     children = [
-        ChildSpec(server.name, tuple(server.command()), _SERVERS, death_signal=signal.SIGKILL) for server in servers
+        ChildSpec(server.name, tuple(server.command()), _SERVERS_STAGE, death_signal=signal.SIGKILL)
+        for server in servers
     ]
     services = {}
 
     def add(service: str, name: str, stage: int, own: CommonSettings, more: dict[str, str]) -> str:
         instance_id = f"{name}-{this_run}"
+        told = _environment(loaded, service, engine, environment)
         env = told | as_env("common", replace(own, instance_id=instance_id)) | more
         children.append(ChildSpec(name, (sys.executable, "-P", "-m", f"services.{service}"), stage, env))
         services[instance_id] = name
@@ -71,14 +75,14 @@ def make_plan(loaded: Loaded, model: str, folder: Path, environment: Mapping[str
 
     # The ports that were asked for are the frontend's, and stay the same over its restarts.
     anywhere = replace(common, grpc_port=0, metrics_port=0)
-    add("router", "router", _WORKERS, anywhere, {})
-    for role, count in (("prefill", up.prefill), ("decode", up.decode)):
+    add("router", "router", _MIDDLE_STAGE, anywhere, {})
+    for role, count in zip(_WORKERS, (up.prefill, up.decode), strict=True):
         for number in range(1, count + 1):
-            add(role, f"{role}-{number}" if count > 1 else role, _WORKERS, anywhere, {})
+            add(role, f"{role}-{number}" if count > 1 else role, _MIDDLE_STAGE, anywhere, {})
     frontend_id = add(
         "frontend",
         "frontend",
-        _FRONTEND,
+        _FRONTEND_STAGE,
         replace(common, grpc_port=common.grpc_port or free_port()),
         as_env("frontend", replace(frontend, http_port=frontend.http_port or free_port())),
     )
@@ -94,14 +98,16 @@ def make_plan(loaded: Loaded, model: str, folder: Path, environment: Mapping[str
     )
 
 
-def _environment(loaded: Loaded, engine: EngineSettings, environment: Mapping[str, str]) -> dict[str, str]:
-    """What every service is told alike: the settings as they were read here, from wherever, and nothing else of ours.
+def _environment(
+    loaded: Loaded, service: str, engine: EngineSettings, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """What a service is told: its settings as they were read here, from wherever, and nothing else of ours.
 
-    All but [common], of which each service has its own.
+    All but [common], of which each process has its own.
     """
     told = {name: value for name, value in environment.items() if not name.startswith("TOKENMILL_")}
     told |= {name: environment[name] for name in ("TOKENMILL_HOME",) if name in environment}
-    for section, cls in SERVICE_SECTIONS.items():
-        if cls is not CommonSettings:
-            told |= as_env(section, engine if cls is EngineSettings else loaded.get(cls))
+    told |= as_env(service, loaded.get(ALL_SECTIONS[service]))
+    if service in _WORKERS:
+        told |= as_env("engine", engine)
     return told | {"TOKENMILL_SUPERVISED": "1"}

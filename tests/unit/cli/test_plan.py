@@ -66,6 +66,11 @@ def test_services_are_told_what_was_read_here_wherever_it_came_from(tmp_path: Pa
     assert _env(plan, "frontend")["TOKENMILL_FRONTEND_MAX_BODY_MB"] == "3"
 
 
+def test_a_secret_goes_only_to_the_service_it_is_meant_for(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, ["--api-keys", "key"])
+    assert [child.name for child in plan.children if child.env and "key" in child.env.values()] == ["frontend"]
+
+
 def test_a_flag_that_sets_a_default_back_wins_over_the_environment(tmp_path: Path) -> None:
     plan = _plan(tmp_path, ["--seed", "0"], {"TOKENMILL_ENGINE_SEED": "7"})
     assert "TOKENMILL_ENGINE_SEED" not in _env(plan, "decode")
