@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -13,14 +13,14 @@ __all__ = ["LoadCollector", "StallWatch"]
 
 
 class LoadCollector(Collector):
-    """Asks the engine at each scrape."""
+    """Shows the latest reading. Scrapes come on a thread of their own, where an engine must not be asked."""
 
-    def __init__(self, load: Callable[[], LoadSnapshot]) -> None:
-        self._load = load
+    def __init__(self) -> None:
+        self.latest = LoadSnapshot()
 
     def collect(self) -> Iterable[Metric]:
-        """One reading of the load, as metrics."""
-        load = self._load()
+        """The latest reading, as metrics."""
+        load = self.latest
         for name, documentation, value in (
             ("tokenmill_running_requests", "Requests in the engine's batch", load.running_requests),
             ("tokenmill_waiting_requests", "Requests the engine has not begun", load.waiting_requests),

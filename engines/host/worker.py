@@ -57,6 +57,7 @@ class Worker:
         self._kv_source = _KvSource()
         self._watch = StallWatch(round(stall_timeout_s / _LOAD_REPORT_S))
         self._stall_timeout_s = stall_timeout_s
+        self._shown_load = LoadCollector()
         self._log = get_logger(__name__)
         self._engine: Engine | None = None
         self._publisher: KvPublisher | None = None
@@ -80,7 +81,7 @@ class Worker:
             host.spawn(host.progress(text), "engine progress")
 
         info = await engine.start(publisher.events, on_progress)
-        host.registry.register(LoadCollector(engine.load))
+        host.registry.register(self._shown_load)
 
         def release(handle: Handle) -> None:
             host.spawn(self._release(host.channels, handle), "release KV")
@@ -122,6 +123,7 @@ class Worker:
         while True:
             load = engine.load()
             self._watch.observe(load)
+            self._shown_load.latest = load
             publisher.load_report(load)
             await asyncio.sleep(_LOAD_REPORT_S)
 

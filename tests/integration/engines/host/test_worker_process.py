@@ -104,11 +104,15 @@ class WorkerProcess:
         request = prefill_pb2.RunRequest(request_id="r1", model="sim", prompt_token_ids=PROMPT)
         return (await self.prefill.Run(request, timeout=10)).handle
 
-    async def kv_leases(self) -> float:
-        return (await self.metrics())["tokenmill_kv_leases"]
+    async def holds(self, leases: int, *, expired: int = 0) -> None:
+        """Waits for the metrics to say so; they are read from the engine each second."""
 
-    async def is_free(self) -> bool:
-        return await self.kv_leases() == 0
+        async def shown() -> bool:
+            metrics = await self.metrics()
+            now = metrics["tokenmill_kv_leases"], metrics["tokenmill_kv_leases_expired_total"]
+            return now == (leases, expired)
+
+        await until(shown, timeout_s=10)
 
 
 @pytest.fixture
@@ -255,14 +259,14 @@ async def test_a_bad_setting_ends_the_process_at_once(tmp_path: Path) -> None:
 async def test_decode_answers_from_kv_that_prefill_computed(start_worker: StartWorker) -> None:
     prefill, decode = await asyncio.gather(start_worker("prefill"), start_worker("decode"))
     handle = await prefill.run_prompt()
-    assert await prefill.kv_leases() == 1
+    await prefill.holds(1)
 
     tokens, finished = await decode.answer(handle)
     assert tokens == (await decode.answer())[0]
     assert decode_pb2.KvOutcome.Name(finished.kv_outcome) == "KV_OUTCOME_READ"
     assert finished.usage.remote_tokens > 0
     assert (await decode.metrics())["tokenmill_kv_handoffs_total{outcome=read}"] == 1
-    await until(prefill.is_free)
+    await prefill.holds(0)
 
 
 async def test_an_old_handle_is_not_tried_and_is_released(start_worker: StartWorker) -> None:
@@ -273,7 +277,7 @@ async def test_an_old_handle_is_not_tried_and_is_released(start_worker: StartWor
     _, finished = await decode.answer(handle)
     assert decode_pb2.KvOutcome.Name(finished.kv_outcome) == "KV_OUTCOME_TOO_OLD"
     assert finished.usage.remote_tokens == 0
-    await until(prefill.is_free)
+    await prefill.holds(0)
     assert (await decode.metrics())["tokenmill_kv_handoffs_total{outcome=too_old}"] == 1
 
 
@@ -281,7 +285,7 @@ async def test_kv_of_another_format_is_not_tried(start_worker: StartWorker) -> N
     prefill, decode = await asyncio.gather(start_worker("prefill", "--block-size", "32"), start_worker("decode"))
     _, finished = await decode.answer(await prefill.run_prompt())
     assert decode_pb2.KvOutcome.Name(finished.kv_outcome) == "KV_OUTCOME_INCOMPATIBLE"
-    await until(prefill.is_free)
+    await prefill.holds(0)
 
 
 async def test_corrupt_kv_is_thrown_away(start_worker: StartWorker) -> None:
@@ -304,9 +308,4 @@ async def test_kv_of_a_killed_worker_is_computed_again(start_worker: StartWorker
 async def test_a_lease_that_nobody_reads_ends_and_is_counted(start_worker: StartWorker) -> None:
     prefill = await start_worker("prefill", "--kv-lease-s", "0.5")
     await prefill.run_prompt()
-
-    async def expired() -> bool:
-        return (await prefill.metrics())["tokenmill_kv_leases_expired_total"] == 1
-
-    await until(expired)
-    assert await prefill.kv_leases() == 0
+    await prefill.holds(0, expired=1)
