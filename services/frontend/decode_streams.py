@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Callable
 
 import grpc
 from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
@@ -53,6 +54,11 @@ class DecodeStream:
     def load(self) -> int:
         """Answers in the making."""
         return len(self._answers)
+
+    @property
+    def is_open(self) -> bool:
+        """Attached, and not ended since."""
+        return self.attached.done() and not self.attached.cancelled() and self.attached.exception() is None
 
     def add(self, answer: Answer) -> int:
         """The slot that names this answer on this stream from now on."""
@@ -180,15 +186,17 @@ class DecodeStreams:
         self._streams: dict[str, DecodeStream] = {}
         self._followed: frozenset[str] = frozenset()
         self._tasks: asyncio.TaskGroup | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when a stream has opened or ended."""
 
     async def run(self) -> None:
         """Watches and mends the streams, until cancelled."""
         async with asyncio.TaskGroup() as self._tasks:
             while True:
+                self._match_followed()
                 await asyncio.sleep(_TICK_S)
                 for stream in list(self._streams.values()):
                     stream.tick()
-                self._match_followed()
 
     def follow(self, addresses: frozenset[str]) -> None:
         """The workers there are. One that left keeps its stream until its last answer is done."""
@@ -199,6 +207,11 @@ class DecodeStreams:
         """Answers this frontend has in the making there."""
         stream = self._streams.get(address)
         return stream.load if stream is not None else 0
+
+    def is_open(self, address: str) -> bool:
+        """Whether answers can come from there now."""
+        stream = self._streams.get(address)
+        return stream is not None and stream.is_open
 
     async def get(self, address: str) -> DecodeStream:
         """An open stream to this worker. Raises `Unavailable`."""
@@ -227,6 +240,7 @@ class DecodeStreams:
         stream = DecodeStream(address, self._channels.get(address), self._metrics, self._log)
         self._streams[address] = stream
         self._tasks.create_task(self._read(stream), name=f"decode stream {address}")
+        stream.attached.add_done_callback(lambda _: self.on_change())
         return stream
 
     async def _read(self, stream: DecodeStream) -> None:
@@ -234,3 +248,4 @@ class DecodeStreams:
             await stream.read(self._min_flush_ms)
         finally:
             del self._streams[stream.address]
+            self.on_change()

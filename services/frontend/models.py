@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -48,16 +48,20 @@ class Models:
     Iterating `changes` does the loading; everything else answers at once from the present picture.
     """
 
-    def __init__(self, discovery: Discovery, seed: int) -> None:
+    def __init__(self, discovery: Discovery, seed: int, is_open: Callable[[str], bool]) -> None:
         self._discovery = discovery
         self._seed = seed
+        self._is_open = is_open
+        """Whether there is an open stream to the decode worker at this address."""
         self._loaded: dict[str, ServedModel] = {}
         self._changed = asyncio.Event()
+        self._conflicts: set[str] = set()
+        """Instances that serve something else under a name in use, as the log was told."""
         self._log = get_logger(__name__)
 
     async def changes(self) -> AsyncIterator[bool]:
         """Loads models as they appear, for as long as it is iterated; yields whether any can be served, on change."""
-        unsubscribe = self._discovery.subscribe(self._changed.set)
+        unsubscribe = self._discovery.subscribe(self.look_again)
         any_before = None
         try:
             while True:
@@ -72,19 +76,36 @@ class Models:
         finally:
             unsubscribe()
 
+    def look_again(self) -> None:
+        """Instances or streams have changed."""
+        self._changed.set()
+
     def servable(self) -> list[ServedModel]:
-        """Those that some worker can serve now, by name."""
-        return [model for name, model in sorted(self._loaded.items()) if self.workers(name)]
+        """Those that can be served now, by name: to one of their workers at least a stream is open."""
+        return [
+            model
+            for name, model in sorted(self._loaded.items())
+            if any(self._is_open(worker.address) for worker in self.workers(name))
+        ]
 
     def workers(self, name: str) -> list[Instance]:
-        """Decode workers that may take a request for this model now; quiet ones only where no other is left."""
-        of_model = [
-            instance
+        """Decode workers that may take a request for this model, only the most hopeful ones.
+
+        Best are those with an open stream, also when discovery has not heard of them for a while; then ready ones, then
+        quiet ones.
+        """
+        loaded = self._loaded.get(name)
+        found = [
+            (instance, instance.state is State.READY, self._is_open(instance.address))
             for instance in self._discovery.instances.values()
-            if instance.role == "decode" and instance.model is not None and instance.model.name == name
+            if instance.role == "decode"
+            and instance.model is not None
+            and instance.model.name == name
+            and instance.state in (State.READY, State.SUSPECT)
+            and (loaded is None or _same_prompts(loaded.card, instance.model))
         ]
-        ready = [instance for instance in of_model if instance.state is State.READY]
-        return ready or [instance for instance in of_model if instance.state is State.SUSPECT]
+        best = max(((is_open, ready) for _, ready, is_open in found), default=None)
+        return [instance for instance, ready, is_open in found if (is_open, ready) == best]
 
     def find(self, name: str) -> ServedModel:
         """The model of this name; an empty name means the only one there is.
@@ -123,14 +144,14 @@ class Models:
             loaded = self._loaded.get(card.name)
             if loaded is not None and _same_prompts(loaded.card, card):
                 continue
-            if loaded is not None and any(
-                _same_prompts(loaded.card, one.model) for one in self.workers(card.name) if one.model
-            ):
-                self._log.error(
-                    "a worker serves another model under a name in use; the first one's prompts are made for it too",
-                    model=card.name,
-                    instance=instance.instance_id,
-                )
+            if loaded is not None and self.workers(card.name):
+                if instance.instance_id not in self._conflicts:
+                    self._conflicts.add(instance.instance_id)
+                    self._log.error(
+                        "a worker serves something else under the name of a model in use",
+                        model=card.name,
+                        instance=instance.instance_id,
+                    )
                 continue
             try:
                 self._loaded[card.name] = await asyncio.to_thread(self._load, card)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
@@ -37,6 +37,7 @@ class FrontendService:
         self._inference = InferenceServicer()
         self._door: FrontDoor | None = None
         self._http: HttpServer | None = None
+        self._unfollow: Callable[[], None] = lambda: None
         self._log = get_logger(__name__)
 
     def add_to(self, server: grpc.aio.Server) -> Sequence[str]:
@@ -51,7 +52,8 @@ class FrontendService:
         seed = await discovery.deployment_seed()
         streams = DecodeStreams(host.channels, settings.min_flush_ms, metrics)
         reports = Reports(host.channels)
-        models = Models(discovery, seed)
+        models = Models(discovery, seed, streams.is_open)
+        streams.on_change = models.look_again
         dispatcher = Dispatcher(settings, discovery, seed, host.channels, models, streams, reports, metrics)
         door = self._door = FrontDoor(settings, models, dispatcher, metrics)
 
@@ -71,7 +73,7 @@ class FrontendService:
         host.spawn(reports.run(), "reports to routers")
         host.spawn(dispatcher.maintain(), "KV releases")
         host.spawn(publish_readiness(), "models")
-        discovery.subscribe(follow)
+        self._unfollow = discovery.subscribe(follow)
         follow()
 
         self._http = HttpServer(HttpApi(door, host.registry), max_head_bytes=settings.max_header_kb << 10)
@@ -88,6 +90,7 @@ class FrontendService:
 
     async def stop(self) -> None:
         """Ends every connection."""
+        self._unfollow()
         if self._http is not None:
             await self._http.stop()
 

@@ -41,6 +41,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise SettingsError(f"the model's chat template is not valid: {error}") from error
+        # jinja2's own is a ChainMap, which every rendering would copy at great cost.
+        self._template.globals = dict(self._template.globals)
         self._special_tokens = dict(special_tokens or {})
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from tokenmill.common.v1 import common_pb2
 from tokenmill.decode.v1 import decode_pb2
 
 from controlplane.discovery import Discovery
+from controlplane.embedded import EmbeddedEtcd
 from controlplane.errors import EngineFailed, Overloaded, Unavailable
 from kvcache.hashing import hash_blocks, root_hash
 from tests.integration.frontend.peers import (
@@ -297,6 +299,38 @@ async def test_a_message_that_makes_no_sense_ends_the_stream_and_not_the_fronten
         done = await http.post("/v1/completions", json=asks(odd.model))
         assert done.json()["choices"][0]["text"] == "fine"
         assert (await http.get("/health")).status_code == 200
+
+
+async def test_readiness_ends_with_the_last_stream_and_returns_with_the_next(
+    frontend: Frontend, http: httpx.AsyncClient
+) -> None:
+    async def status(wanted: int) -> dict[str, Any]:
+        async with asyncio.timeout(5):
+            while (ready := await http.get("/ready")).status_code != wanted:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        body: dict[str, Any] = ready.json()
+        return body
+
+    async with serving(frontend, ScriptedDecode(answer)) as worker:
+        assert worker.model in (await status(200))["models"]
+        assert worker.server is not None
+        await worker.server.stop(None)  # its record is still there, as that of a killed worker
+        assert (await status(503))["error"]["message"] == "no model can be served now"
+        async with serving(frontend, ScriptedDecode(answer)) as other:
+            assert other.model in (await status(200))["models"]
+
+
+async def test_losing_etcd_does_not_stop_serving(own_etcd: EmbeddedEtcd, nats: str, tmp_path: Path) -> None:
+    with running_frontend(own_etcd.endpoint, nats, tmp_path / "log") as frontend:
+        async with (
+            serving(frontend, ScriptedDecode(answer)) as worker,
+            httpx.AsyncClient(base_url=frontend.url) as http,
+        ):
+            own_etcd.kill()
+            for _ in range(3):
+                done = await http.post("/v1/completions", json=asks(worker.model), timeout=20)
+                assert done.json()["choices"][0]["text"] == "fine"
+            assert (await http.get("/ready")).status_code == 200
 
 
 async def test_an_engine_that_fails_one_request_is_left_for_another(
