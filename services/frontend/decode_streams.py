@@ -110,7 +110,8 @@ class DecodeStream:
                 request = decode_pb2.AttachRequest(attach_id=self.attach_id, min_flush_ms=min_flush_ms)
                 self._call = self.stub.Attach(request)
                 await self._call.initial_metadata()
-                self.attached.set_result(None)
+                if not self._call.done():  # a refused call, too, has (empty) metadata
+                    self.attached.set_result(None)
                 async for batch in self._call:
                     self.deliver(batch)
                 sender.cancel()

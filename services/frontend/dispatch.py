@@ -133,62 +133,84 @@ class Dispatcher:
         return attempts < _ATTEMPTS and not isinstance(error, _NO_RETRY) and answer.restart()
 
     async def _attempt(self, answer: Answer, placement: _Placement) -> None:
-        generation = answer.generation
-        kv = await self._prefill(answer, placement)
         try:
-            stream = await self._streams.get(placement.decode.address)
-            slot = stream.add(answer)
-        except BaseException:
-            self._give_back(kv)
-            raise
-        accepted = finished = False
-        try:
-            request = decode_pb2.SubmitRequest(
-                request_id=answer.request_id,
-                model=generation.model.name,
-                attach_id=stream.attach_id,
-                slot=slot,
-                prompt_token_ids=generation.prompt,
-                sampling=sampling_to_proto(generation.sampling),
-                kv=kv.aged() if kv is not None else None,
-                timeout_ms=max(round(_left_s(generation) * 1000), 1),
-                priority=generation.priority,
-            )
-            call = stream.stub.Submit(request, timeout=_left_s(generation), metadata=_metadata(generation))
-            accepted = await _accepted(call, answer)
-            await asyncio.shield(answer.ended)
-            finished = True
+            kv = await self._prefill(answer, placement)
+            await self._decode(answer, placement.decode.address, kv)
         finally:
-            # A worker that only may have heard of the request is told to cancel it too.
-            stream.forget(slot, cancel=not finished)
-            if not accepted:
-                self._give_back(kv)
             self._report_end(answer, placement)
+
+    async def _decode(self, answer: Answer, address: str, kv: _HeldKv | None) -> None:
+        """Submits, and waits for the end of the answer. KV that no worker has taken is given back."""
+        accepted = False
+        try:
+            stream = await self._streams.get(address)
+            slot = stream.add(answer)
+            finished = False
+            try:
+                request = self._submission(answer, stream.attach_id, slot, kv)
+                generation = answer.generation
+                call = stream.stub.Submit(request, timeout=_left_s(generation), metadata=_metadata(generation))
+                accepted = await _accepted(call, answer)
+                await asyncio.shield(answer.ended)
+                finished = True
+            finally:
+                # A worker that only may have heard of the request is told to cancel it too.
+                stream.forget(slot, cancel=not finished)
+        finally:
+            if kv is not None and not accepted:
+                self._to_release.put_nowait(kv.handle)
+
+    @staticmethod
+    def _submission(answer: Answer, attach_id: str, slot: int, kv: _HeldKv | None) -> decode_pb2.SubmitRequest:
+        generation = answer.generation
+        return decode_pb2.SubmitRequest(
+            request_id=answer.request_id,
+            model=generation.model.name,
+            attach_id=attach_id,
+            slot=slot,
+            prompt_token_ids=generation.prompt,
+            sampling=sampling_to_proto(generation.sampling),
+            kv=kv.aged() if kv is not None else None,
+            timeout_ms=max(round(_left_s(generation) * 1000), 1),
+            priority=generation.priority,
+        )
 
     async def _place(self, answer: Answer, excluded: list[str]) -> _Placement:
         generation = answer.generation
         routers = [one for one in self._discovery.by_service("router") if one.state in (State.READY, State.SUSPECT)]
         if routers:
             router = min(routers, key=lambda one: (one.state is not State.READY, one.instance_id)).address
-            request = router_pb2.ScheduleRequest(
-                request_id=answer.request_id,
-                model=generation.model.name,
-                block_hashes=generation.block_hashes(self._seed),
-                prompt_tokens=len(generation.prompt),
-                max_tokens=generation.sampling.max_tokens or 0,
-                excluded_instances=excluded,
-                priority=generation.priority,
-            )
-            stub = router_pb2_grpc.RouterStub(self._channels.get(router))
             try:
-                call = stub.Schedule(request, timeout=self._settings.schedule_timeout_s, metadata=_metadata(generation))
-                placed = await _result(call)
-                return _Placement(placed.decode, placed.prefill if placed.HasField("prefill") else None, router)
+                return await self._ask_router(router, answer, excluded)
             except (Overloaded, InvalidRequest):
                 raise
             except TokenmillError as error:
                 self._log.warning("placed without the router", router=router, reason=error.message)
         return self._place_blind(generation, excluded)
+
+    async def _ask_router(self, router: str, answer: Answer, excluded: list[str]) -> _Placement:
+        generation = answer.generation
+        request = router_pb2.ScheduleRequest(
+            request_id=answer.request_id,
+            model=generation.model.name,
+            block_hashes=generation.block_hashes(self._seed),
+            prompt_tokens=len(generation.prompt),
+            max_tokens=generation.sampling.max_tokens or 0,
+            excluded_instances=excluded,
+            priority=generation.priority,
+        )
+        stub = router_pb2_grpc.RouterStub(self._channels.get(router))
+        told = False
+        try:
+            timeout = self._settings.schedule_timeout_s
+            placed = await _result(stub.Schedule(request, timeout=timeout, metadata=_metadata(generation)))
+            told = True
+            return _Placement(placed.decode, placed.prefill if placed.HasField("prefill") else None, router)
+        finally:
+            if not told:
+                # It may have placed the request all the same, and must not wait for its end.
+                freed = router_pb2.Outcome(request_id=answer.request_id, freed=router_pb2.Freed())
+                self._reports.add(router, freed)
 
     def _place_blind(self, generation: Generation, excluded: list[str]) -> _Placement:
         self._metrics.blind.inc()
@@ -236,10 +258,6 @@ class Dispatcher:
             self._reports.add(placement.router, router_pb2.Outcome(request_id=request_id, first_token=first))
         freed = router_pb2.Freed(cached_tokens=answer.usage.cached_tokens, completion_tokens=answer.completion_tokens)
         self._reports.add(placement.router, router_pb2.Outcome(request_id=request_id, freed=freed))
-
-    def _give_back(self, kv: _HeldKv | None) -> None:
-        if kv is not None:
-            self._to_release.put_nowait(kv.handle)
 
     async def _release(self, handle: common_pb2.KvHandle) -> None:
         stub = prefill_pb2_grpc.PrefillStub(self._channels.get(handle.address))

@@ -104,6 +104,7 @@ class Exchange:
                 raise self._interruption from None
             raise
         finally:
+            self._task = None
             watch.cancel()
 
     def interrupt(self, error: Exception) -> None:

@@ -147,7 +147,9 @@ async def test_a_client_that_hangs_up_during_prefill_cancels_it(
         with pytest.raises(httpx.ReadTimeout):
             await http.post("/v1/completions", json=asks(worker.model), timeout=0.2)
         await until(lambda: prefill.cancelled)
+        await until(lambda: router.told)
     assert worker.requests == []
+    assert router.told[0].HasField("freed"), "the router must not think it is still running"
 
 
 async def test_when_decode_refuses_its_kv_is_given_back_and_another_worker_answers(
