@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
-from urllib.parse import unquote
 
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -39,6 +38,8 @@ __all__ = ["HttpApi"]
 
 _ERROR_TIMEOUT_S = 5.0
 """Longest wait for a client to take what is left of a stream that failed."""
+
+_MODEL_PATH = "/v1/models/"
 
 Handler = Callable[[Exchange], Awaitable[None]]
 
@@ -81,7 +82,8 @@ class HttpApi:
 
     def _route(self, exchange: Exchange) -> Handler:
         path = exchange.path
-        method, handler = ("GET", self._model) if path.startswith("/v1/models/") else self._routes.get(path, ("", None))
+        of_one_model = path.startswith(_MODEL_PATH) and path != _MODEL_PATH
+        method, handler = ("GET", self._model) if of_one_model else self._routes.get(path, ("", None))
         if handler is None:
             raise RouteNotFound(f"there is no {path[:200]}; this API has: {', '.join(self._routes)}")
         if exchange.method != method and not (exchange.method == "HEAD" and method == "GET"):
@@ -102,7 +104,7 @@ class HttpApi:
         await exchange.reply(error.http_status, error_body(error), error_headers(error))
 
     async def _chat(self, exchange: Exchange) -> None:
-        request = read_chat(await exchange.body(self._door.settings.max_body_mb << 20))
+        request = read_chat(await self._body(exchange))
         with self._door.admit(request.options.n):
             generations = await self._door.chat(
                 request.options, request.messages, request.template_arguments, exchange.request_id
@@ -111,11 +113,15 @@ class HttpApi:
             await self._answer(exchange, request.options, generations, response_id, ChatEvents, chat_body)
 
     async def _completions(self, exchange: Exchange) -> None:
-        request = read_completion(await exchange.body(self._door.settings.max_body_mb << 20))
+        request = read_completion(await self._body(exchange))
         with self._door.admit(len(request.prompts) * request.options.n):
             generations = await self._door.complete(request.options, request.prompts, exchange.request_id)
             response_id = f"cmpl-{generations[0].request_id}"
             await self._answer(exchange, request.options, generations, response_id, CompletionEvents, completion_body)
+
+    async def _body(self, exchange: Exchange) -> bytes:
+        settings = self._door.settings
+        return await exchange.body(settings.max_body_mb << 20, settings.request_timeout_s)
 
     async def _answer(
         self,
@@ -159,7 +165,7 @@ class HttpApi:
         await exchange.reply(200, orjson.dumps({"object": "list", "data": models}))
 
     async def _model(self, exchange: Exchange) -> None:
-        model = self._door.models.find(unquote(exchange.path.removeprefix("/v1/models/")))
+        model = self._door.models.find(exchange.path.removeprefix(_MODEL_PATH))
         await exchange.reply(200, orjson.dumps(self._describe(model)))
 
     @staticmethod

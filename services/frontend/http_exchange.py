@@ -8,7 +8,7 @@ from typing import Any
 
 from controlplane.errors import InvalidRequest
 from services.frontend.http_server import CONNECTION, Connection
-from services.frontend.openai_errors import BodyTooLarge
+from services.frontend.openai_errors import BodyTooLarge, BodyTooSlow
 
 __all__ = ["ClientGone", "Exchange"]
 
@@ -46,8 +46,15 @@ class Exchange:
         """Empty when absent; of several with one name, the last."""
         return self._headers.get(name, b"").decode("latin-1")
 
-    async def body(self, max_bytes: int) -> bytes:
+    async def body(self, max_bytes: int, timeout_s: float) -> bytes:
         """The request's whole body. Raises `BodyTooLarge`, before reading it where its length is announced."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._read_body(max_bytes)
+        except TimeoutError:
+            raise BodyTooSlow(f"the request body did not come within {timeout_s:g} s") from None
+
+    async def _read_body(self, max_bytes: int) -> bytes:
         announced = self.header(b"content-length")
         if announced.isdigit() and int(announced) > max_bytes:
             raise _too_large(max_bytes)

@@ -50,11 +50,18 @@ class Connection(HttpToolsProtocol):
         """Drops the connection and whatever the client has not read."""
         self.transport.abort()
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client that says nothing is not kept for ever."""
+        super().connection_made(transport)  # type: ignore[arg-type]  # uvicorn's is narrower
+        self._wait_for_more()
+
     def data_received(self, data: bytes) -> None:
         """Counts the bytes of an unfinished head, since one endless header never reaches a callback."""
         super().data_received(data)
         if not self._in_head:
             return
+        if self.timeout_keep_alive_task is None and self.parser is not None:
+            self._wait_for_more()
         self._head_bytes += len(data)
         if self._head_bytes > self._max_head_bytes and not self.transport.is_closing():
             self._refuse(_HeadTooLarge(f"the request's line and headers are over {self._max_head_bytes} bytes"))
@@ -86,6 +93,9 @@ class Connection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """What was received is not HTTP."""
         self._refuse(InvalidRequest(msg))
+
+    def _wait_for_more(self) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _refuse(self, error: TokenmillError) -> None:
         body = error_body(error)

@@ -18,6 +18,7 @@ from controlplane.errors import (
 
 __all__ = [
     "BodyTooLarge",
+    "BodyTooSlow",
     "ContextLengthExceeded",
     "MethodNotAllowed",
     "ModelNotFound",
@@ -35,6 +36,12 @@ class BodyTooLarge(InvalidRequest):
     """The request body is over the bound."""
 
     http_status = 413
+
+
+class BodyTooSlow(InvalidRequest):
+    """The request body took too long to come."""
+
+    http_status = 408
 
 
 class MethodNotAllowed(InvalidRequest):
@@ -57,6 +64,7 @@ _CODES: dict[type[TokenmillError], str] = {
     RouteNotFound: "unknown_url",
     MethodNotAllowed: "method_not_allowed",
     BodyTooLarge: "request_too_large",
+    BodyTooSlow: "request_timeout",
     Unsupported: "unsupported",
     Unauthenticated: "invalid_api_key",
     Overloaded: "rate_limit_exceeded",

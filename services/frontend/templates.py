@@ -47,17 +47,23 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, source: str) -> ChatTemplate | None:
-        """From a model's directory: chat_template.jinja, else tokenizer_config.json. None: the model has none."""
+        """From a model's directory: chat_template.jinja, else tokenizer_config.json. None: the model has none.
+
+        Raises `SettingsError` for files that cannot be used.
+        """
         if source == BUILTIN_TOKENIZER:
             return cls(BUILTIN_CHAT_TEMPLATE)
         directory = Path(source)
         config: dict[str, Any] = {}
-        if (path := directory / "tokenizer_config.json").is_file():
-            config = json.loads(path.read_text(encoding="utf-8"))
-        if (path := directory / "chat_template.jinja").is_file():
-            template = path.read_text(encoding="utf-8")
-        else:
-            template = _default_of(config.get("chat_template"))
+        try:
+            if (path := directory / "tokenizer_config.json").is_file():
+                config = json.loads(path.read_text(encoding="utf-8"))
+            if (path := directory / "chat_template.jinja").is_file():
+                template = path.read_text(encoding="utf-8")
+            else:
+                template = _default_of(config.get("chat_template"))
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"cannot read {path}: {error}") from error
         return cls(template, _texts_of(config)) if template else None
 
     def render(self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any] | None = None) -> str:

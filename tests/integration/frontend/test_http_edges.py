@@ -180,6 +180,8 @@ async def test_the_request_id_travels_to_the_worker_and_back(frontend: Frontend,
     [
         ("GET", "/", 404, "unknown_url"),
         ("POST", "/v1/embeddings", 404, "unknown_url"),
+        ("GET", "/v1/models/", 404, "unknown_url"),
+        ("GET", "/v1/models/some/one%20else", 404, "model_not_found"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models/x", 405, "method_not_allowed"),
         ("POST", "/health", 405, "method_not_allowed"),
@@ -236,9 +238,9 @@ async def test_a_body_that_grows_past_the_bound_is_refused_though_its_length_was
 
 @pytest.fixture(scope="module")
 def strict_frontend(etcd: str, nats: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
-    """With keys, and room for two answers."""
+    """With keys, room for two answers, and little patience."""
     log = tmp_path_factory.mktemp("strict-frontend") / "log"
-    flags = ("--api-keys", "key-one, key-two", "--max-concurrent-requests", "2")
+    flags = ("--api-keys", "key-one, key-two", "--max-concurrent-requests", "2", "--request-timeout-s", "0.5")
     with running_frontend(etcd, nats, log, *flags) as frontend:
         yield frontend
 
@@ -260,6 +262,15 @@ async def test_more_answers_than_there_is_room_for_are_refused_with_a_hint(stric
         three = await http.post("/v1/chat/completions", json=chat("any", n=3))
     assert (three.status_code, three.headers["retry-after"]) == (429, "1")
     assert three.json()["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(strict_frontend: Frontend) -> None:
+    async with raw(strict_frontend) as (reader, writer), asyncio.timeout(10):
+        head = b"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer key-one\r\ncontent-length: 10\r\n\r\n"
+        writer.write(head + b"{")
+        answer = await reader.read(-1)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"did not come within 0.5 s" in answer
 
 
 async def test_a_drain_refuses_the_new_finishes_the_old_and_then_the_process_ends(

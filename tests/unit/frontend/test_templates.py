@@ -79,6 +79,12 @@ def test_a_template_cannot_leave_its_sandbox_or_change_the_request(source: str) 
     assert messages == HELLO
 
 
+def test_a_broken_configuration_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(SettingsError, match=r"tokenizer_config\.json"):
+        ChatTemplate.load(str(tmp_path))
+
+
 def test_a_source_that_is_no_template_is_refused_when_it_is_loaded() -> None:
     with pytest.raises(SettingsError, match="not valid"):
         ChatTemplate("{% for %}")
