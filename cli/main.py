@@ -27,6 +27,7 @@ _FOR_USERS = {
     "up": _Command("cli.up.command", "start a deployment on this machine and keep it running"),
     "down": _Command("cli.down", "stop a deployment that runs in the background"),
     "status": _Command("cli.status", "show instances, their state and load"),
+    "health": _Command("cli.health", "ask one service whether it can do its work now"),
     "chat": _Command("cli.chat", "talk to a served model in the terminal"),
     "models": _Command("cli.models", "fetch the demonstration model, list local models"),
     "config": _Command("cli.config", "show every setting, its value and where it came from"),

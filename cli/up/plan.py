@@ -25,6 +25,9 @@ _SERVERS_STAGE, _MIDDLE_STAGE, _FRONTEND_STAGE = range(3)
 
 _WORKERS = ("prefill", "decode")
 
+_LONGEST_TEMPORARY_PATH = 50
+"""Engines put Unix sockets there, with names of 40 characters and more, and a socket's path has 107 at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -44,8 +47,11 @@ class Plan:
 
 
 def make_plan(loaded: Loaded, model: str, folder: Path, environment: Mapping[str, str]) -> Plan:
-    """Lays a deployment out. `model` is what the engine is given; data goes below `folder`, logs to `folder`/logs."""
+    """Lays a deployment out; all its files go below `folder`. `model` is what the engine is given."""
     up, common = loaded.get(UpSettings), loaded.get(CommonSettings)
+    # What a killed service leaves in its temporary folder goes with ours.
+    temporary = folder / "tmp"
+    temporary.mkdir()
     servers: list[EmbeddedServer] = []
     if loaded.sources["common.etcd"] == "default":
         servers.append(etcd := EmbeddedEtcd(folder / "data", free_port(), durable=True))
@@ -67,7 +73,7 @@ def make_plan(loaded: Loaded, model: str, folder: Path, environment: Mapping[str
 
     def add(service: str, name: str, stage: int, own: CommonSettings, more: dict[str, str]) -> str:
         instance_id = f"{name}-{this_run}"
-        told = _environment(loaded, service, engine, environment)
+        told = _environment(loaded, service, engine, environment, temporary)
         env = told | as_env("common", replace(own, instance_id=instance_id)) | more
         children.append(ChildSpec(name, (sys.executable, "-P", "-m", f"services.{service}"), stage, env))
         services[instance_id] = name
@@ -99,13 +105,15 @@ def make_plan(loaded: Loaded, model: str, folder: Path, environment: Mapping[str
 
 
 def _environment(
-    loaded: Loaded, service: str, engine: EngineSettings, environment: Mapping[str, str]
+    loaded: Loaded, service: str, engine: EngineSettings, environment: Mapping[str, str], temporary: Path
 ) -> dict[str, str]:
     """What a service is told: its settings as they were read here, from wherever, and nothing else of ours.
 
     All but [common], of which each process has its own.
     """
     told = {name: value for name, value in environment.items() if not name.startswith("TOKENMILL_")}
+    if len(str(temporary)) <= _LONGEST_TEMPORARY_PATH:
+        told["TMPDIR"] = str(temporary)
     told |= {name: environment[name] for name in ("TOKENMILL_HOME",) if name in environment}
     told |= as_env(service, loaded.get(ALL_SECTIONS[service]))
     if service in _WORKERS:

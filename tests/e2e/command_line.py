@@ -21,7 +21,7 @@ class Tokenmill:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         ours = {name: value for name, value in os.environ.items() if not name.startswith("TOKENMILL_")}
-        self._env = ours | {"TMPDIR": str(folder)}
+        self._env = ours | {"TMPDIR": str(folder), "STARTED_BY": str(folder)}
         self._started: list[subprocess.Popen[str]] = []
 
     def run(self, *arguments: str, timeout_s: float = _TIMEOUT_S) -> subprocess.CompletedProcess[str]:
@@ -42,7 +42,7 @@ class Tokenmill:
 
     def processes(self) -> dict[int, str]:
         """Everything alive that was started from here, however deep: pid -> command line."""
-        mark = f"TMPDIR={self.folder}".encode()
+        mark = f"STARTED_BY={self.folder}".encode()
         found = {}
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):

@@ -1,4 +1,6 @@
+import secrets
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +14,9 @@ from controlplane.settings import load
 
 def _plan(folder: Path, argv: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Plan:
     loaded = load(ALL_SECTIONS, argv, env or {}, prog="up")
-    return make_plan(loaded, "/models/m", folder, env or {})
+    own = folder / secrets.token_hex(2)
+    own.mkdir()
+    return make_plan(loaded, "/models/m", own, env or {})
 
 
 def _env(plan: Plan, name: str) -> Mapping[str, str]:
@@ -64,6 +68,19 @@ def test_services_are_told_what_was_read_here_wherever_it_came_from(tmp_path: Pa
     assert told["TOKENMILL_SUPERVISED"] == "1"
     assert "TOKENMILL_CONFIG" not in told
     assert _env(plan, "frontend")["TOKENMILL_FRONTEND_MAX_BODY_MB"] == "3"
+
+
+def test_services_keep_their_temporary_files_in_the_deployments_folder() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        plan = _plan(Path(folder))
+        assert _env(plan, "decode")["TMPDIR"].startswith(folder)
+        assert Path(_env(plan, "decode")["TMPDIR"]).is_dir()
+
+
+def test_a_temporary_folder_too_deep_for_sockets_is_not_used(tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 50)
+    deep.mkdir()
+    assert "TMPDIR" not in _env(_plan(deep), "decode")
 
 
 def test_a_secret_goes_only_to_the_service_it_is_meant_for(tmp_path: Path) -> None:
