@@ -62,7 +62,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._serving = started, counts
 
     def close(self) -> None:
-        """Nothing outlives a call here."""
+        """Nothing to end: `drain` ended the calls, and the engine frees what it holds."""
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new prompts; waits for the running ones, and for held KV to be read, released or expired.
@@ -93,9 +93,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         worker, results = self._ready()
         with _counted(results):
             result = await self._prefill(worker, _engine_request(request, worker.info), context.time_remaining())
-            # Runs when the call is over; a call that was cut off before its answer was sent is not done.
+            # Runs when the call is over; one that was cut off before its answer was sent is not done.
             context.add_done_callback(
-                lambda ended: None if ended.done() else self._release(result)  # type: ignore[arg-type]  # stub's fault
+                lambda ended: None if ended.done() else self._release(result)  # type: ignore[arg-type]  # wrong in stubs
             )
             handle = handle_to_proto(
                 result,
