@@ -257,23 +257,19 @@ class SimEngine:
     # Steps
 
     async def _run(self) -> None:
-        try:
-            while True:
-                self._work.clear()
-                step = self._scheduler.step(self._clock.now())
-                if self._handoff is not None:
-                    self._handoff.expect_reads(self._scheduler.next_expiry() is not None)
-                if step.did_nothing:
-                    await self._wait()
-                    continue
-                self._begin(step)
-                self._delivering = step
-                await self._clock.let_pass(step.duration_s)
-                self._delivering = Step()
-                self._deliver(step)
-        except Exception as error:
-            self._fail(f"{type(error).__name__}: {error}")
-            raise
+        while True:
+            self._work.clear()
+            step = self._scheduler.step(self._clock.now())
+            if self._handoff is not None:
+                self._handoff.expect_reads(self._scheduler.next_expiry() is not None)
+            if step.did_nothing:
+                await self._wait()
+                continue
+            self._begin(step)
+            self._delivering = step
+            await self._clock.let_pass(step.duration_s)
+            self._delivering = Step()
+            self._deliver(step)
 
     async def _wait(self) -> None:
         expiry = self._scheduler.next_expiry()
@@ -417,13 +413,13 @@ class SimEngine:
             return
         self._failure = why
         failure = Failure(EngineFailed.code, why)
-        for request_id, sequence in list(self._live.items()):
-            self._finish(sequence, StepOutput(request_id, (), FinishReason.ERROR, sequence.usage, failure))
-        self._live.clear()
-        for future in self._prefills.values():
+        prefills, self._prefills = self._prefills, {}
+        for future in prefills.values():
             if not future.done():
                 future.set_exception(EngineFailed(why))
-        self._prefills.clear()
+        live, self._live = self._live, {}
+        for request_id, sequence in live.items():
+            self._finish(sequence, StepOutput(request_id, (), FinishReason.ERROR, sequence.usage, failure))
 
 
 def _vocabulary(model: str) -> Vocabulary:

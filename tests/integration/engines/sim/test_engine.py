@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from array import array
+from collections.abc import Sequence
 
 import psutil
 import pytest
 
-from controlplane.errors import InvalidRequest, SettingsError
-from engines.base import Capability, EngineRequest, FinishReason, Role, SamplingParams
+from controlplane.errors import EngineFailed, InvalidRequest, SettingsError
+from engines.base import Capability, EngineRequest, FinishReason, Role, SamplingParams, StepOutput
 from engines.sim.config import SimConfig
 from engines.sim.engine import SimEngine
 from engines.sim.tokens import TokenSource, builtin_vocabulary
@@ -172,6 +174,37 @@ async def test_stopping_ends_all_requests_and_can_be_repeated() -> None:
         await engine.sim.stop()
         assert (await end)[-1].finish is FinishReason.CANCELLED
         await engine.sim.stop()
+
+
+async def test_without_nixl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("nixl_cu12", "nixl_cu13"):
+        for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
+            monkeypatch.setitem(sys.modules, name, None)
+    engine = SimEngine(SimConfig(), Role.DECODE, "x", 0)
+    with pytest.raises(SettingsError, match="nixl"):
+        await engine.start(lambda _: None, lambda _: None)
+    await engine.stop()
+
+
+async def test_an_engine_that_breaks_ends_all_requests_with_an_error_and_says_why() -> None:
+    async with Engine(time_scale=1) as engine:
+
+        def broken(outputs: Sequence[StepOutput]) -> None:
+            if outputs[-1].finish is None:
+                raise ZeroDivisionError("a sink must not raise")
+
+        end = await engine.submit("a", [1], max_tokens=1000)
+        prefill = asyncio.create_task(engine.sim.prefill(EngineRequest("p", [2] * 2000, SamplingParams())))
+        await engine.sim.generate(EngineRequest("b", [1], SamplingParams()), broken)
+        last = (await end)[-1]
+        assert last.finish is FinishReason.ERROR
+        assert last.failure is not None
+        assert "ZeroDivisionError" in last.failure.message
+        assert "ZeroDivisionError" in (engine.sim.failed() or "")
+        with pytest.raises(EngineFailed):
+            await engine.submit("c", [1])
+        with pytest.raises(EngineFailed):
+            await prefill
 
 
 async def test_an_idle_engine_costs_no_cpu(engine: Engine) -> None:
