@@ -138,10 +138,11 @@ async def start_worker(
         async def start(role: str, *flags: str) -> WorkerProcess:
             name = f"{role}-1"
             log = tmp_path / f"{name}.log"
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", f"services.{role}", "--etcd", etcd, "--nats", nats, "--deployment", deployment,
-                "--instance-id", name, "--engine", "sim", *flags, stderr=log.open("wb"),
-            )  # fmt: skip
+            with log.open("wb") as stderr:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", f"services.{role}", "--etcd", etcd, "--nats", nats, "--deployment", deployment,
+                    "--instance-id", name, "--engine", "sim", *flags, stderr=stderr,
+                )  # fmt: skip
 
             async def end() -> None:
                 if process.returncode is None:
