@@ -140,8 +140,8 @@ async def start_worker(
             log = tmp_path / f"{name}.log"
             with log.open("wb") as stderr:
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", f"services.{role}", "--etcd", etcd, "--nats", nats, "--deployment", deployment,
-                    "--instance-id", name, "--engine", "sim", *flags, stderr=stderr,
+                    sys.executable, "-m", f"services.{role}", "--etcd", etcd, "--nats", nats, "--deployment",
+                    deployment, "--instance-id", name, "--engine", "sim", *flags, stderr=stderr,
                 )  # fmt: skip
 
             async def end() -> None:
