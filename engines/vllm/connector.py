@@ -50,8 +50,8 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             self.connector_scheduler = HandoffScheduler(vllm_config, self.engine_id, kv_cache_config)
-            die_with_parent()
         else:
+            die_with_parent()  # which is the engine core
             self.connector_worker = HandoffWorker(vllm_config, self.engine_id, kv_cache_config)
 
     @classmethod

@@ -46,6 +46,8 @@ __all__ = ["VllmEngine"]
 
 _STOP_TIMEOUT_S = 10.0
 """Until vLLM's processes are killed. Taking NIXL and torch down takes them about 5 s."""
+_END_TIMEOUT_S = 2.0
+_POLL_S = 0.1
 
 
 class VllmEngine:
@@ -67,6 +69,7 @@ class VllmEngine:
         self._making: asyncio.Future[AsyncLLM] | None = None
         self._strangers: set[multiprocessing.process.BaseProcess] = set()
         """Children of our process that are none of this engine's."""
+        self._processes: list[psutil.Process] = []
         self._recorder: StepRecorder | None = None
         self._events: KvEventReader | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -115,6 +118,7 @@ class VllmEngine:
             )
         )
         self._llm = llm = await asyncio.shield(self._making)
+        self._processes = self._find_processes()
         llm._run_output_handler()
         info: EngineInfo = await launch.describe(llm, self._config, self._role, model, identity)
         self._info = info
@@ -156,17 +160,26 @@ class VllmEngine:
             self._directory = None
 
     async def _stop_processes(self, making: asyncio.Future[AsyncLLM]) -> None:
-        if not making.done():
+        while not making.done():
             # The thread that makes it cannot be interrupted; it gives up when its processes are gone. They would first
             # finish loading if asked kindly.
-            for child in set(multiprocessing.active_children()) - self._strangers:
-                core = psutil.Process(child.pid)
-                for process in (core, *core.children(recursive=True)):
-                    process.kill()
+            _kill(self._find_processes())
+            await asyncio.wait([making], timeout=_POLL_S)
         with suppress(TokenmillError):
             llm = await making
             await asyncio.to_thread(llm.shutdown, _STOP_TIMEOUT_S)
         multiprocessing.active_children()  # takes leave of those that have ended
+        _, alive = await asyncio.to_thread(psutil.wait_procs, self._processes, _END_TIMEOUT_S)
+        _kill(alive)
+
+    def _find_processes(self) -> list[psutil.Process]:
+        """vLLM's engine core and what came of it. Right while no other engine starts in this process."""
+        found = []
+        for child in set(multiprocessing.active_children()) - self._strangers:
+            with suppress(psutil.NoSuchProcess):
+                core = psutil.Process(child.pid)
+                found += [core, *core.children(recursive=True)]
+        return found
 
     def failed(self) -> str | None:
         """See `Engine.failed`."""
@@ -193,7 +206,11 @@ class VllmEngine:
         if request.kv is not None:
             running.kv_outcome, kv_transfer = self._kv_transfer(request.kv)
         self._generating[running.internal_id] = running
-        await self._admit(request, sampling_params(request.sampling, kv_transfer), running)
+        try:
+            await self._admit(request, sampling_params(request.sampling, kv_transfer), running)
+        except BaseException:
+            self._generating.pop(running.internal_id, None)
+            raise
 
     def _kv_transfer(self, kv: Handle) -> tuple[KvOutcome, dict[str, Any] | None]:
         """What vLLM needs to read the handle's blocks, and the outcome to assume until the worker reports another."""
@@ -367,3 +384,9 @@ class VllmEngine:
         if done:
             self._events.clear()
         return bool(done)
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()

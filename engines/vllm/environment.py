@@ -32,7 +32,8 @@ def reserve_port(address: str) -> socket.socket:
 def apply(config: VllmConfig, address: str, side_channel_port: int, directory: Path) -> None:
     """Sets them for this process and all that come of it."""
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over `kv_cache_memory_mb`
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings come with every start
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     os.environ.update(
         # vLLM binds each engine of a machine to the same first core.
         VLLM_CPU_OMP_THREADS_BIND="nobind",

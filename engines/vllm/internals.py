@@ -22,6 +22,8 @@ __all__ = ["PROGRESS_DELAY_US", "die_with_parent", "moved", "patient_progress_th
 PROGRESS_DELAY_US = 1000
 """Between two polls of NIXL's progress thread. Its Python interface says 0, with which an idle worker burns a core."""
 
+_WATCH = "tokenmill-parent-watch"
+
 _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 
 _SIGNATURES = {
@@ -112,20 +114,22 @@ def moved() -> list[str]:
 
 
 def die_with_parent() -> None:
-    """Ends this process at once when the one that made it is gone, however that ended.
+    """Ends this process at once when the one that made it is gone, however that ended, and only then.
 
-    vLLM's workers watch its engine core in this way, but nothing watches us: after a kill -9 the core would serve
-    nobody for ever. (PR_SET_PDEATHSIG would not do: it fires when the parent's *thread* ends.)
+    Nothing in vLLM watches us: after a kill -9 its core would serve nobody for ever. (PR_SET_PDEATHSIG would not do:
+    it fires when the parent's *thread* ends.) A Ctrl-C in the terminal, on the other hand, is for us alone: it
+    begins a drain, for which the engine must live.
     """
     parent = multiprocessing.parent_process()
-    if parent is None:
+    if parent is None or any(thread.name == _WATCH for thread in threading.enumerate()):
         return
+    os.setpgrp()
 
     def watch() -> None:
         wait([parent.sentinel])
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, name="tokenmill-parent-watch", daemon=True).start()
+    threading.Thread(target=watch, name=_WATCH, daemon=True).start()
 
 
 @contextmanager

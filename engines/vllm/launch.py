@@ -13,11 +13,13 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from controlplane.errors import EngineFailed, SettingsError
 from engines.base import Capability, EngineInfo, Role, SamplingParams
 from engines.vllm.config import VllmConfig
+from engines.vllm.executors import watched
 from engines.vllm.internals import moved
 from engines.vllm.steps import StepRecorder
 from kvcache.format import KvFormat
@@ -63,8 +65,12 @@ def make_llm(
     transfer = vllm_config.kv_transfer_config
     transfer.kv_connector_extra_config["kv_format"] = f"{fingerprint}|{_dtype(vllm_config)}|{vllm.__version__}"
     try:
-        llm = AsyncLLM.from_vllm_config(
-            vllm_config, stat_loggers=[lambda *_: recorder], disable_log_stats=True, enable_log_requests=False
+        llm = AsyncLLM(
+            vllm_config,
+            executor_class=watched(Executor.get_class(vllm_config)),
+            log_stats=False,
+            log_requests=False,
+            stat_loggers=[lambda *_: recorder],
         )
     except Exception as error:
         raise EngineFailed(f"vLLM did not start: {error}") from error

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from engines.vllm.config import Fault
@@ -39,8 +37,3 @@ class WorkerExtension:
     def tokenmill_set_fault(self, fault: Fault) -> None:
         """For tests."""
         self._tokenmill.fault = fault
-
-    def tokenmill_held(self) -> dict[str, Any]:
-        """What is held for readers and being read, by request id. For checks."""
-        worker = self._tokenmill
-        return {"held": sorted(worker._reqs_to_process), "reading": sorted(worker._recving_metadata)}

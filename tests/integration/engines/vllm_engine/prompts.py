@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-__all__ = ["EIGHT", "NAMES", "Alone", "prompts"]
+__all__ = ["EIGHT", "NAMES", "Alone", "prompts", "story"]
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,20 @@ _QUESTIONS = {
 }
 
 
+def story(tokenizer: Tokenizer) -> list[int]:
+    """2,500 tokens to cut prompts from: two parts that do not begin alike share no block."""
+    return list(tokenizer.encode("".join(_STORY.format(n=n, m=n * 37 % 101, k=n * 53 % 97) for n in range(1, 60))).ids)
+
+
 def prompts(tokenizer: Tokenizer) -> dict[str, list[int]]:
     """All of them by name, as token ids."""
-    story = tokenizer.encode("".join(_STORY.format(n=n, m=n * 37 % 101, k=n * 53 % 97) for n in range(1, 60))).ids
+    told = story(tokenizer)
     return {
         **{name: tokenizer.encode(text).ids for name, text in _TEXTS.items()},
-        **{name: story[:300] + tokenizer.encode(text).ids for name, text in _QUESTIONS.items()},
-        "1500 tokens": story[50:1550],
-        "two whole blocks": story[1000:1064],
-        "two blocks and a token": story[900:965],
+        **{name: told[:300] + tokenizer.encode(text).ids for name, text in _QUESTIONS.items()},
+        "1500 tokens": told[50:1550],
+        "two whole blocks": told[1000:1064],
+        "two blocks and a token": told[900:965],
     }
 
 

@@ -31,6 +31,8 @@ HASH_SEED = 7
 LEASE_S = 8.0
 """Long enough for any hand-off here, short enough to wait for its end."""
 DEADLINE_S = 60.0
+START_DEADLINE_S = 240.0
+"""An engine takes 25 s to start on two idle cores, minutes on busy ones."""
 
 
 async def eventually(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:

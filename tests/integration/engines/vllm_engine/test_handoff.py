@@ -55,7 +55,7 @@ async def test_a_corrupted_block_is_computed_here_instead(p: Running, d: Running
     await p.engine.inject_fault("corrupt-block")
     answer = await d.answer(case.prompt, kv=await p.handle(case.prompt))
     assert (answer.tokens, answer.outcome) == (case.answer, KvOutcome.CORRUPT)
-    assert answer.usage.remote_tokens == 0
+    assert (answer.usage.cached_tokens, answer.usage.remote_tokens) == (0, 0)
 
 
 async def test_a_read_that_ends_after_the_lease_is_not_used(p: Running, d: Running, alone: dict[str, Alone]) -> None:
