@@ -77,7 +77,8 @@ class HttpApi:
         except Exception as error:  # the client gets an answer, the log the cause
             self._log.error("request failed unexpectedly", request_id=exchange.request_id, exc_info=error)
             await self._refuse(exchange, TokenmillError("internal error; the frontend's log says more"))
-        endpoint = exchange.path if exchange.path in self._routes else "other"
+        path = exchange.path
+        endpoint = path if path in self._routes else "/v1/models/{name}" if path.startswith(_MODEL_PATH) else "other"
         self._door.metrics.requests.labels(endpoint, str(exchange.status)).inc()
 
     def _route(self, exchange: Exchange) -> Handler:

@@ -92,9 +92,8 @@ class ChatEvents(_EventFrame):
         if not logprobs:
             return self._before_text[index] + orjson.dumps(text) + self._after_text
         details = orjson.dumps({"content": _chat_logprobs(self._tokenizer, logprobs)})
-        return b"%b%b},\"logprobs\":%b,\"finish_reason\":null}]%b" % (
-            self._before_text[index], orjson.dumps(text), details, self._close,
-        )  # fmt: skip
+        known = b'},"logprobs":' + details + b',"finish_reason":null}]'
+        return self._before_text[index] + orjson.dumps(text) + known + self._close
 
     def ending(self, index: int, reason: FinishReason) -> bytes:
         """See `Events`."""
@@ -121,9 +120,8 @@ class CompletionEvents(_EventFrame):
             return self._before_text[index] + orjson.dumps(text) + self._after_text
         details = _completion_logprobs(self._tokenizer, logprobs, self._offsets[index])
         self._offsets[index] += sum(map(len, details["tokens"]))
-        return b"%b%b,\"logprobs\":%b,\"finish_reason\":null}]%b" % (
-            self._before_text[index], orjson.dumps(text), orjson.dumps(details), self._close,
-        )  # fmt: skip
+        known = b',"logprobs":' + orjson.dumps(details) + b',"finish_reason":null}]'
+        return self._before_text[index] + orjson.dumps(text) + known + self._close
 
     def ending(self, index: int, reason: FinishReason) -> bytes:
         """See `Events`."""

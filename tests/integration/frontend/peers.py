@@ -155,6 +155,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
         self.refusal: TokenmillError | None = None
         self.heartbeats = True
         self.submit_delay_s = 0.0
+        self.attach_refusal: TokenmillError | None = None
         self.server: grpc.aio.Server | None = None
         self._script = script
         self._streams: dict[str, Stream] = {}
@@ -184,6 +185,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
         return decode_pb2.CancelResponse(cancelled=len(request.request_ids))
 
     async def Attach(self, request: decode_pb2.AttachRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
+        if self.attach_refusal is not None:
+            raise self.attach_refusal
         stream = self._streams[request.attach_id] = Stream(request.attach_id)
         await context.send_initial_metadata(())
         while True:

@@ -322,6 +322,22 @@ async def test_readiness_ends_with_the_last_stream_and_returns_with_the_next(
             assert other.model in (await status(200))["models"]
 
 
+async def test_a_worker_that_refuses_its_stream_is_tried_again_until_it_does_not(
+    frontend: Frontend, http: httpx.AsyncClient
+) -> None:
+    worker = ScriptedDecode(answer)
+    worker.attach_refusal = Unavailable("still loading")
+    async with serving(frontend, worker):
+        refused = await http.post("/v1/completions", json=asks(worker.model))
+        assert refused.status_code == 503
+        assert "still loading" in refused.json()["error"]["message"]
+        worker.attach_refusal = None
+        async with asyncio.timeout(10):
+            while worker.model not in (await http.get("/ready")).text:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (await http.post("/v1/completions", json=asks(worker.model))).status_code == 200
+
+
 async def test_losing_etcd_does_not_stop_serving(own_etcd: EmbeddedEtcd, nats: str, tmp_path: Path) -> None:
     with running_frontend(own_etcd.endpoint, nats, tmp_path / "log") as frontend:
         async with (
