@@ -88,7 +88,7 @@ class VllmEngine:
     # Life
 
     async def start(self, on_kv_events: KvEventSink, on_progress: Callable[[str], None]) -> EngineInfo:
-        """See `Engine.start`. About 25 s on CPU, most of it imports in three processes."""
+        """See `Engine.start`. About 25 s on CPU, most of it imports in two processes."""
         try:
             return await self._start(on_kv_events, on_progress)
         except BaseException:

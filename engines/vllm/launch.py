@@ -13,13 +13,12 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from controlplane.errors import EngineFailed, SettingsError
 from engines.base import Capability, EngineInfo, Role, SamplingParams
 from engines.vllm.config import VllmConfig
-from engines.vllm.executors import watched
+from engines.vllm.executors import executor_class
 from engines.vllm.internals import moved
 from engines.vllm.steps import StepRecorder
 from kvcache.format import KvFormat
@@ -67,7 +66,7 @@ def make_llm(
     try:
         llm = AsyncLLM(
             vllm_config,
-            executor_class=watched(Executor.get_class(vllm_config)),
+            executor_class=executor_class(vllm_config),
             log_stats=False,
             log_requests=False,
             stat_loggers=[lambda *_: recorder],

@@ -15,7 +15,14 @@ from engines.base import FinishReason, Role, SamplingParams
 from engines.vllm.config import VllmConfig
 from engines.vllm.engine import VllmEngine
 from tests.integration.engines.vllm_engine.prompts import Alone
-from tests.integration.engines.vllm_engine.running import DEADLINE_S, HASH_SEED, START_DEADLINE_S, Engines, Running, eventually
+from tests.integration.engines.vllm_engine.running import (
+    DEADLINE_S,
+    HASH_SEED,
+    START_DEADLINE_S,
+    Engines,
+    Running,
+    eventually,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="package")]
 
@@ -63,7 +70,7 @@ async def test_nothing_listens_beyond_this_machine(p: Running, d: Running, alone
     for process in (psutil.Process(), *p.processes, *d.processes):
         for connection in process.net_connections(kind="inet"):
             assert connection.laddr.ip in ("127.0.0.1", "::1"), (process.name(), connection)
-    listening = [c for c in p.processes[0].net_connections() + p.processes[1].net_connections() if c.status == "LISTEN"]
+    listening = [c for process in p.processes for c in process.net_connections() if c.status == "LISTEN"]
     assert listening, "the side channel, at least"
 
 
@@ -132,7 +139,7 @@ async def test_vllm_does_not_outlive_our_process(when: str, engines: Engines, mo
         async with asyncio.timeout(START_DEADLINE_S):
             while (line := await ours.stdout.readline()) != b"started\n":
                 assert line, "it ended instead"
-        assert len(cores()) == 2
+        assert len(cores()) == 1
     processes = cores()
     # What a terminal sends at Ctrl-C is ours alone to answer.
     await eventually(lambda: os.getpgid(ours.pid) not in [os.getpgid(process.pid) for process in processes])
