@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from controlplane.errors import SettingsError, TokenmillError
+from controlplane.program import run_program
 
 __all__ = ["main"]
 
@@ -56,12 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tokenmill: no command {name!r}; did you mean {nearest!r}? See tokenmill --help", file=sys.stderr)
         return 2
     try:
-        return int(importlib.import_module(_COMMANDS[name].module).main(rest))
-    except TokenmillError as error:
-        print(f"tokenmill {name}: {error.message}", file=sys.stderr)
-        return 2 if isinstance(error, SettingsError) else 1
-    except KeyboardInterrupt:
-        return 130
+        return run_program(f"tokenmill {name}", lambda: importlib.import_module(_COMMANDS[name].module).main(rest))
     except BrokenPipeError:  # who read our output has seen enough; Python's own flush at exit must not fail on it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

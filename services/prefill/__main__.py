@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from controlplane.host import run
+from controlplane.program import run_program
 from controlplane.settings import CommonSettings, load
 from engines.base import Role
 from engines.host.prefill_service import PrefillService
@@ -33,4 +34,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program("tokenmill prefill", main))
