@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import secrets
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
@@ -77,8 +75,6 @@ def run(service: Service, common: CommonSettings) -> int:
     """Runs a service until it is told to stop; returns the process's exit code."""
     if not common.instance_id:
         common = replace(common, instance_id=f"{service.name}-{secrets.token_hex(4)}")
-    if os.environ.get("TOKENMILL_SUPERVISED") == "1":
-        _end_with_parent()
     configure_logging(common, service=service.name)
 
     async def serve() -> int:
@@ -129,12 +125,6 @@ class Host:
     async def set_http_address(self, address: str) -> None:
         """Publishes where the service's HTTP server is reached."""
         await self._publish(http_address=address)
-
-    async def new_epoch(self) -> int:
-        """Publishes and returns a new epoch: everything this instance said of its cache before is void."""
-        epoch = max(self.instance.epoch + 1, time.time_ns())
-        await self._publish(epoch=epoch)
-        return epoch
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Runs `work` beside the service and ends it with the service. An exception in it fails the service."""
@@ -297,10 +287,3 @@ class Host:
             yield
         except Exception:
             self.log.exception(f"{what} failed")
-
-
-def _end_with_parent() -> None:
-    """Linux sends us SIGTERM when the supervisor's thread that started us ends, however it ends."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

@@ -48,7 +48,7 @@ class Instance(msgspec.Struct, frozen=True):
     instance_id: str
     state: State
     epoch: int
-    """Grows with every restart and every forgotten cache; events and handles of another epoch are void."""
+    """Grows with every restart; events and handles of another epoch are void."""
     address: str
     """host:port of its gRPC server, as others reach it."""
     pid: int

@@ -130,15 +130,6 @@ class KvPublisher:
         self._pending_hashes = 0
         self._bus.publish(self._kv_subject, kv_wire.batch_to_bytes(batch))
 
-    def new_epoch(self, epoch: int) -> None:
-        """Starts again from nothing held and number 1; whatever was said before is void."""
-        if epoch <= self._epoch:
-            raise ValueError(f"epoch must grow: {epoch} does not follow {self._epoch}")
-        self.flush()
-        self._epoch = epoch
-        self._published = 0
-        self._holdings.clear()
-
     def load_report(self, load: Load) -> None:
         """Publishes the load, with the number of the last event and a check on what is held."""
         self.flush()  # so that the check describes events that are already on their way

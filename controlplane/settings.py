@@ -33,7 +33,7 @@ SECTIONS = ("common", "frontend", "router", "prefill", "decode", "engine", "up")
 """Every section there is. Only names: a section's fields are known to those who load it."""
 
 _PREFIX = "TOKENMILL_"
-_NOT_SETTINGS = {f"{_PREFIX}CONFIG", f"{_PREFIX}HOME", f"{_PREFIX}SUPERVISED"}
+_NOT_SETTINGS = {f"{_PREFIX}CONFIG", f"{_PREFIX}HOME"}
 
 T = TypeVar("T")
 

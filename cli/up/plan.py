@@ -118,4 +118,4 @@ def _environment(
     told |= as_env(service, loaded.get(ALL_SECTIONS[service]))
     if service in _WORKERS:
         told |= as_env("engine", engine)
-    return told | {"TOKENMILL_SUPERVISED": "1"}
+    return told

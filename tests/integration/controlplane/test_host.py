@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -189,27 +188,6 @@ async def test_a_port_in_use_ends_it_with_a_message(etcd: str, nats: str, deploy
     for flag in ("--grpc-port", "--metrics-port"):
         async with running("well", etcd, nats, deployment, flag, port) as stub:
             assert (await stub.ended())[0] == 2
-
-
-async def test_a_supervised_service_ends_when_its_supervisor_is_killed(
-    etcd: str, nats: str, deployment: str, until: Until
-) -> None:
-    script = "import subprocess, sys; subprocess.run(sys.argv[1:])"
-    discovery = await Discovery.connect(etcd, deployment, CollectorRegistry(), timeout_s=10)
-    where = ("--etcd", etcd, "--nats", nats, "--deployment", deployment)
-    supervisor = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", script, sys.executable, str(STUB), "well", *where),
-        env={**os.environ, "TOKENMILL_SUPERVISED": "1"},
-    )
-    await until(lambda: [one for one in discovery.instances.values() if one.state is State.READY], STARTS_S)
-    (instance,) = discovery.instances.values()
-    service = psutil.Process(instance.pid)
-    supervisor.kill()
-    await supervisor.wait()
-    await until(lambda: not discovery.instances)
-    await asyncio.to_thread(psutil.wait_procs, [service], 10)
-    assert not service.is_running()
-    await discovery.close()
 
 
 async def test_a_healthy_service_that_stood_still_for_a_while_is_ready_again(

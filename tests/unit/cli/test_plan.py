@@ -65,7 +65,6 @@ def test_services_are_told_what_was_read_here_wherever_it_came_from(tmp_path: Pa
     assert told["TOKENMILL_ENGINE_DTYPE"] == "float32"
     assert told["TOKENMILL_ENGINE_MAX_MODEL_LEN"] == "512"
     assert told["TOKENMILL_ENGINE_MODEL"] == "/models/m"
-    assert told["TOKENMILL_SUPERVISED"] == "1"
     assert "TOKENMILL_CONFIG" not in told
     assert _env(plan, "frontend")["TOKENMILL_FRONTEND_MAX_BODY_MB"] == "3"
 

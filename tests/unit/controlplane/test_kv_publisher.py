@@ -92,17 +92,6 @@ async def test_a_load_report_follows_the_events_it_speaks_of(outbox: Outbox, pub
     assert (report.held_xor, report.held_blocks, report.running_requests, report.step_time_us) == (3, 2, 2, 1500)
 
 
-async def test_a_new_epoch_starts_at_number_one_with_nothing_held(outbox: Outbox, publisher: KvPublisher) -> None:
-    publisher.events([Stored(None, (1,))])
-    publisher.new_epoch(6)
-    publisher.events([Stored(None, (2,))])
-    publisher.flush()
-    assert [(b.epoch, b.first_seq) for b in outbox.batches] == [(5, 1), (6, 1)]
-    assert publisher.snapshot() == (6, 1, {Tier.DEVICE: [2], Tier.HOST: [], Tier.DISK: []})
-    with pytest.raises(ValueError, match="epoch must grow"):
-        publisher.new_epoch(6)
-
-
 async def test_huge_events_are_cut_to_fit_a_message(outbox: Outbox, publisher: KvPublisher) -> None:
     blocks = tuple(range(1, 2 * MAX_BATCH_HASHES + 2))
     publisher.events([Stored(None, blocks), Removed(blocks)])

@@ -104,7 +104,7 @@ def test_an_unknown_key_in_the_file_is_refused_with_the_nearest_known_one(
 def test_what_belongs_to_a_section_of_another_program_is_left_to_it(tmp_path: Path) -> None:
     file = tmp_path / "t.toml"
     file.write_text("[frontend]\nport = 1\nwhatever = 2")
-    loaded("--config", str(file), TOKENMILL_FRONTEND_PORT="x", TOKENMILL_SUPERVISED="1", PATH="/bin")
+    loaded("--config", str(file), TOKENMILL_FRONTEND_PORT="x", PATH="/bin")
 
 
 @pytest.mark.parametrize(
