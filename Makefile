@@ -4,7 +4,7 @@
 # ARGS="..."  more for `up` and `bench`
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test lint protos docs bench
+.PHONY: help setup up test test-containers lint protos docs bench
 
 VENV := .venv/bin
 ENGINE ?= auto
@@ -14,7 +14,7 @@ QUESTION ?= What is the capital of France?
 ARGS ?=
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
 setup: .venv/.ready ## make .venv: dependencies, test tools and the engine this machine can run
 
@@ -32,8 +32,11 @@ test: .venv/.ready ## every test, real etcd, NATS, NIXL and vLLM included
 	echo "== end to end"; \
 	$(VENV)/pytest -q -m "not vllm" tests/e2e || status=1; \
 	echo "== real model on vLLM"; \
-	$(VENV)/pytest -q -m vllm tests || status=1; \
+	$(VENV)/pytest -q -m vllm || status=1; \
 	exit $$status
+
+test-containers: .venv/.ready ## the suite from its images, on Docker; sets an engine up where there is none
+	@$(VENV)/pytest -q tests/containers
 
 lint: .venv/.ready ## ruff, mypy and whether generated code and pages are fresh
 	@$(VENV)/ruff check .

@@ -1,6 +1,6 @@
-"""Prints what Tokenmill needs, and the extras that are named, as pip requirements. Standard library only.
+"""Writes what Tokenmill needs as pip requirements, one file an extra and core.txt. Standard library only.
 
-So that a build installs packages before it looks at any code: they change rarely.
+So that a build installs packages again only when they change, not with every line of pyproject.toml.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Extras of our own inside an extra are left out: name them too."""
+    """Into the folder that is named. An extra's own extras of Tokenmill are left out: install their files too."""
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = [project["optional-dependencies"][name] for name in sys.argv[1:]]
-    for requirement in [*project["dependencies"], *(one for extra in extras for one in extra)]:
-        if not requirement.startswith("tokenmill["):
-            print(requirement)
+    folder = Path(sys.argv[1])
+    folder.mkdir()
+    for name, requirements in {"core": project["dependencies"], **project["optional-dependencies"]}.items():
+        wanted = [one for one in requirements if not one.startswith("tokenmill[")]
+        (folder / f"{name}.txt").write_text("\n".join(wanted) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
