@@ -53,6 +53,7 @@ class Answer:
         "ended",
         "generation",
         "index",
+        "on_first_token",
         "on_stop",
         "request_id",
         "ttft_s",
@@ -71,6 +72,7 @@ class Answer:
         self._metrics = metrics
         self.on_stop: Callable[[], None] = lambda: None
         """Called when a stop string ended the answer before the worker did."""
+        self.on_first_token: Callable[[], None] = lambda: None
         eos = () if generation.sampling.ignore_eos else generation.model.card.eos_token_ids
         self._end_token_ids = frozenset((*generation.sampling.stop_token_ids, *eos))
         self._started_at = asyncio.get_running_loop().time()
@@ -109,6 +111,7 @@ class Answer:
         if self.ttft_s is None:
             self.ttft_s = now - self._started_at
             self._metrics.ttft.observe(self.ttft_s)
+            self.on_first_token()
         else:
             count = len(token_ids)
             self._metrics.itl.observe((now - self._last_at) / count, count)

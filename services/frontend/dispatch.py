@@ -133,6 +133,7 @@ class Dispatcher:
         return attempts < _ATTEMPTS and not isinstance(error, _NO_RETRY) and answer.restart()
 
     async def _attempt(self, answer: Answer, placement: _Placement) -> None:
+        answer.on_first_token = lambda: self._report_first_token(answer, placement)
         try:
             kv = await self._prefill(answer, placement)
             await self._decode(answer, placement.decode.address, kv)
@@ -140,24 +141,24 @@ class Dispatcher:
             self._report_end(answer, placement)
 
     async def _decode(self, answer: Answer, address: str, kv: _HeldKv | None) -> None:
-        """Submits, and waits for the end of the answer. KV that no worker has taken is given back."""
-        accepted = False
+        """Submits, and waits for the end of the answer. KV that may not have been read is given back."""
+        finished = False
         try:
             stream = await self._streams.get(address)
             slot = stream.add(answer)
-            finished = False
             try:
                 request = self._submission(answer, stream.attach_id, slot, kv)
                 generation = answer.generation
                 call = stream.stub.Submit(request, timeout=_left_s(generation), metadata=_metadata(generation))
-                accepted = await _accepted(call, answer)
+                await _accepted(call, answer)
                 await asyncio.shield(answer.ended)
                 finished = True
             finally:
                 # A worker that only may have heard of the request is told to cancel it too.
                 stream.forget(slot, cancel=not finished)
         finally:
-            if kv is not None and not accepted:
+            # A worker that is lost cannot give it back itself. KV that was read is gone already, and this does nothing.
+            if kv is not None and not finished:
                 self._to_release.put_nowait(kv.handle)
 
     @staticmethod
@@ -251,13 +252,13 @@ class Dispatcher:
         self._reports.add(placement.router, router_pb2.Outcome(request_id=answer.request_id, prefill_done=outcome))
         return _HeldKv(done.handle)
 
+    def _report_first_token(self, answer: Answer, placement: _Placement) -> None:
+        first = router_pb2.FirstToken(ttft_ms=round((answer.ttft_s or 0) * 1000))
+        self._reports.add(placement.router, router_pb2.Outcome(request_id=answer.request_id, first_token=first))
+
     def _report_end(self, answer: Answer, placement: _Placement) -> None:
-        request_id = answer.request_id
-        if answer.ttft_s is not None:
-            first = router_pb2.FirstToken(ttft_ms=round(answer.ttft_s * 1000))
-            self._reports.add(placement.router, router_pb2.Outcome(request_id=request_id, first_token=first))
         freed = router_pb2.Freed(cached_tokens=answer.usage.cached_tokens, completion_tokens=answer.completion_tokens)
-        self._reports.add(placement.router, router_pb2.Outcome(request_id=request_id, freed=freed))
+        self._reports.add(placement.router, router_pb2.Outcome(request_id=answer.request_id, freed=freed))
 
     async def _release(self, handle: common_pb2.KvHandle) -> None:
         stub = prefill_pb2_grpc.PrefillStub(self._channels.get(handle.address))
@@ -270,7 +271,7 @@ class Dispatcher:
             )
 
 
-async def _accepted(call: Awaitable[decode_pb2.SubmitResponse], answer: Answer) -> bool:
+async def _accepted(call: Awaitable[decode_pb2.SubmitResponse], answer: Answer) -> None:
     """Waits until the worker has taken the request, or the answer has come to its end meanwhile.
 
     It ends before that when it is very short, and when the worker has gone silent and its stream was given up. Raises
@@ -282,8 +283,6 @@ async def _accepted(call: Awaitable[decode_pb2.SubmitResponse], answer: Answer) 
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if submit.done():
             await submit
-            return True
-        return answer.ended.exception() is None
     finally:
         submit.cancel()
 

@@ -152,8 +152,9 @@ class FrontDoor:
             model,
             options,
             prompts,
-            # Clients may use one x-request-id twice at once; workers must not see one id twice.
-            request_id=f"{trace_id}-{secrets.token_hex(3)}",
+            # Clients may use one x-request-id many times at once. Workers must not see one id twice: they would refuse
+            # the second, and a cancel of it would end the first.
+            request_id=f"{trace_id}-{secrets.token_hex(8)}",
             trace_id=trace_id,
             deadline=asyncio.get_running_loop().time() + timeout,
             param=param,

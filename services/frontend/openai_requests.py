@@ -1,4 +1,4 @@
-"""What OpenAI's clients send, read and checked. Nothing here knows a model; `preparation.py` holds it against one.
+"""What OpenAI's clients send, read and checked. Nothing here knows a model; `generation.py` holds it against one.
 
 Fields OpenAI has and that change nothing here are ignored; fields that would change the answer and are not supported
 are refused; unknown ones too, as OpenAI does it. Extensions have the names vLLM gave them.

@@ -173,6 +173,39 @@ async def test_when_decode_refuses_its_kv_is_given_back_and_another_worker_answe
     assert first.request_id != second.request_id, "what is late of the first must not meet the second"
 
 
+async def test_the_router_hears_of_a_first_token_while_the_answer_goes_on(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    async def go_on(live: Live) -> None:
+        live.send("fine")
+        await until(lambda: any(outcome.HasField("first_token") for outcome in router.told))
+        live.finish(tokens=len(ids("fine")))
+
+    async with serving(frontend, ScriptedDecode(go_on)) as worker:
+        router.targets = [worker]
+        done = await http.post("/v1/completions", json=asks(worker.model))
+        await until(lambda: len(router.told) == 2)
+    assert done.json()["choices"][0]["text"] == "fine"
+    assert [outcome.WhichOneof("outcome") for outcome in router.told] == ["first_token", "freed"]
+
+
+async def test_kv_that_a_lost_worker_may_not_have_read_is_given_back(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    dying, healthy = ScriptedDecode(break_stream), ScriptedDecode(answer)
+    healthy.model = dying.model
+    async with (
+        serving(frontend, dying),
+        serving(frontend, healthy),
+        prefilling(frontend, router, dying.model) as prefill,
+    ):
+        router.targets = [dying, healthy]
+        done = await http.post("/v1/completions", json=asks(dying.model))
+        await until(lambda: prefill.released)
+    assert done.json()["choices"][0]["text"] == "fine"
+    assert prefill.released == [f"kv-{dying.requests[0].request.request_id}"]
+
+
 async def test_a_refusal_of_the_only_worker_reaches_the_client(
     frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
 ) -> None:
