@@ -191,7 +191,7 @@ def report(measured: dict[str, Measured], options: argparse.Namespace) -> None:
         table.add_section()
     console.print(table)
     for variant, one in measured.items():
-        console.print(f"{variant}: {_seen(one.full)}")
+        console.print(f"{variant}: {_seen(one.full)}", soft_wrap=True)
 
 
 def _seen(runs: Sequence[Run]) -> str:
