@@ -9,6 +9,7 @@ from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from controlplane.host import Host
 from controlplane.instances import ModelCard, State
+from controlplane.listeners import host_port
 from controlplane.telemetry import get_logger
 from services.frontend.decode_streams import DecodeStreams
 from services.frontend.dispatch import Dispatcher
@@ -78,9 +79,9 @@ class FrontendService:
 
         self._http = HttpServer(HttpApi(door, host.registry), max_head_bytes=settings.max_header_kb << 10)
         port = await self._http.start(host.settings.bind, settings.http_port)
-        await host.set_http_address(f"{host.settings.advertised_host}:{port}")
+        await host.set_http_address(host_port(host.settings.advertised_host, port))
         self._inference.serve(door)
-        self._log.info("listening for HTTP", address=f"{host.settings.bind}:{port}")
+        self._log.info("listening for HTTP", address=host_port(host.settings.bind, port))
         return None
 
     async def drain(self, timeout_s: float) -> None:

@@ -22,7 +22,9 @@ class FrontendSettings:
     )
     max_body_mb: int = setting(16, "largest request body, MiB", minimum=1, maximum=1024)
     max_header_kb: int = setting(32, "largest request head (line and headers), KiB", minimum=1, maximum=1024)
-    request_timeout_s: float = setting(600.0, "longest time one request may take, seconds", minimum=0.001)
+    request_timeout_s: float = setting(
+        600.0, "longest time one request may take, seconds", minimum=0.001, maximum=1_000_000
+    )
     prefill_timeout_s: float = setting(
         60.0, "longest wait for a prefill worker before decode computes the prompt itself, seconds", minimum=0.001
     )
