@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from controlplane.errors import Unavailable
+from controlplane.errors import SettingsError, Unavailable
 
 __all__ = ["main"]
 
@@ -17,7 +18,7 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the status; returns 0 when it is SERVING, else 1."""
     arguments = _parser().parse_args(argv)
-    with grpc.insecure_channel(arguments.address) as channel:
+    with _channel(arguments) as channel:
         request = health_pb2.HealthCheckRequest(service=arguments.service)
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=arguments.timeout)
@@ -25,6 +26,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise Unavailable(f"{arguments.address}: {error.code().name}, {error.details()}") from error
     print(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
     return 0 if answer.status == health_pb2.HealthCheckResponse.SERVING else 1
+
+
+def _channel(arguments: argparse.Namespace) -> grpc.Channel:
+    if not arguments.ca:
+        return grpc.insecure_channel(arguments.address)
+    files = [_read(path) if path else None for path in (arguments.ca, arguments.key, arguments.cert)]
+    options = [("grpc.ssl_target_name_override", arguments.server_name)] if arguments.server_name else []
+    return grpc.secure_channel(arguments.address, grpc.ssl_channel_credentials(*files), options)
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise SettingsError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -41,4 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--service", default="", metavar="NAME", help="a gRPC service's full name; default: all of it")
     parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="[default %(default)s]")
+    tls = parser.add_argument_group("of a frontend that serves TLS")
+    tls.add_argument("--ca", metavar="FILE", help="PEM of the CA that signed its certificate; without: clear text")
+    tls.add_argument("--server-name", metavar="NAME", help="in its certificate, where that is not the host asked")
+    tls.add_argument("--cert", metavar="FILE", help="PEM of a certificate of ours, where it wants one")
+    tls.add_argument("--key", metavar="FILE", help="PEM of the key of --cert")
     return parser

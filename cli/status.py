@@ -142,7 +142,7 @@ def _as_row(instance: Instance, load: LoadReport | None) -> list[str | Text]:
         instance.role or instance.service,
         Text(instance.state.value, style=_STYLES.get(instance.state, "red")),
         str(instance.pid),
-        f"http://{instance.http_address}" if instance.http_address else instance.address,
+        f"http{'s' if instance.tls else ''}://{instance.http_address}" if instance.http_address else instance.address,
         instance.model.name if instance.model else "",
         instance.progress or _load_text(load),
     ]

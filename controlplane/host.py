@@ -38,6 +38,7 @@ from controlplane.instances import Instance, ModelCard, State
 from controlplane.listeners import GrpcListener, MetricsListener, host_port
 from controlplane.settings import CommonSettings
 from controlplane.telemetry import configure_logging, get_logger, new_registry
+from controlplane.tls import ServerTls
 
 __all__ = ["Host", "Service", "run"]
 
@@ -71,14 +72,14 @@ class Service(Protocol):
         """Why it can no longer serve, or None."""
 
 
-def run(service: Service, common: CommonSettings) -> int:
-    """Runs a service until it is told to stop; returns the process's exit code."""
+def run(service: Service, common: CommonSettings, tls: ServerTls | None = None) -> int:
+    """Runs a service until it is told to stop; returns the process's exit code. With `tls`, its servers speak TLS."""
     if not common.instance_id:
         common = replace(common, instance_id=f"{service.name}-{secrets.token_hex(4)}")
     configure_logging(common, service=service.name)
 
     async def serve() -> int:
-        return await Host(service, common).serve()
+        return await Host(service, common, tls).serve()
 
     try:
         return uvloop.run(serve())
@@ -93,8 +94,9 @@ class Host:
     bus: Bus
     instance: Instance
 
-    def __init__(self, service: Service, settings: CommonSettings) -> None:
+    def __init__(self, service: Service, settings: CommonSettings, tls: ServerTls | None = None) -> None:
         self.settings = settings
+        self.tls = tls
         self.channels = Channels()
         self.registry = new_registry(service=service.name, instance_id=settings.instance_id)
         self.log = get_logger(f"services.{service.name}")
@@ -185,7 +187,9 @@ class Host:
     async def _listen(self) -> None:
         settings, host = self.settings, self.settings.advertised_host
         names = self._service.add_to(self._listener.server)
-        grpc_port = await self._listener.start(settings.bind, settings.grpc_port, names)
+        grpc_port = await self._listener.start(
+            settings.bind, settings.grpc_port, names, self.tls.grpc if self.tls else None
+        )
         self._closing.push_async_callback(self._listener.stop)
         metrics = MetricsListener(settings.bind, settings.metrics_port, self.registry)
         self._closing.push_async_callback(metrics.stop)
@@ -200,6 +204,7 @@ class Host:
             version=version("tokenmill"),
             role=self._service.name if self._service.name in ("prefill", "decode") else "",
             metrics_address=host_port(host, metrics.port),
+            tls=self.tls is not None,
             labels=settings.labels,
         )
         self.log.info("listening", grpc=self.instance.address, metrics=self.instance.metrics_address)

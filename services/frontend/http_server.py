@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Callable
 from typing import Any
 
@@ -120,11 +121,11 @@ class HttpServer:
         self._max_head_bytes = max_head_bytes
         self._server: asyncio.Server | None = None
 
-    async def start(self, host: str, port: int) -> int:
-        """The port it listens on. Raises `SettingsError` when it cannot."""
+    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
+        """The port it listens on, with `tls` for HTTPS. Raises `SettingsError` when it cannot."""
         try:
             self._server = await asyncio.get_running_loop().create_server(
-                self._connection, host or None, port, reuse_address=True, backlog=2048
+                self._connection, host or None, port, reuse_address=True, backlog=2048, ssl=tls
             )
         except OSError as error:
             raise SettingsError(

@@ -78,10 +78,10 @@ class FrontendService:
         follow()
 
         self._http = HttpServer(HttpApi(door, host.registry), max_head_bytes=settings.max_header_kb << 10)
-        port = await self._http.start(host.settings.bind, settings.http_port)
+        port = await self._http.start(host.settings.bind, settings.http_port, host.tls.http if host.tls else None)
         await host.set_http_address(host_port(host.settings.advertised_host, port))
         self._inference.serve(door)
-        self._log.info("listening for HTTP", address=host_port(host.settings.bind, port))
+        self._log.info("listening for HTTP", address=host_port(host.settings.bind, port), tls=host.tls is not None)
         return None
 
     async def drain(self, timeout_s: float) -> None:

@@ -17,6 +17,15 @@ class FrontendSettings:
         8000, "port of the OpenAI HTTP API; 0 takes a free one", minimum=0, maximum=65535, flag="--port"
     )
     api_keys: str = setting("", "keys clients must send as bearer token, comma separated; none: open", secret=True)
+    tls_cert: str = setting(
+        "", "PEM file with the certificate for HTTP and gRPC, its CAs after it; none: clear text", metavar="FILE"
+    )
+    tls_key: str = setting("", "PEM file with the key of tls_cert", metavar="FILE")
+    tls_client_ca: str = setting(
+        "",
+        "PEM file with the CAs one of which must have signed a client's certificate; none: any client",
+        metavar="FILE",
+    )
     max_concurrent_requests: int = setting(
         1024, "answers in the making at once; further requests get 429", minimum=1, maximum=1_000_000
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -59,10 +60,11 @@ class Frontend:
     grpc_port: int
     etcd: str
     deployment: str
+    tls: bool = False
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.http_port}"
+        return f"https://localhost:{self.http_port}" if self.tls else f"http://127.0.0.1:{self.http_port}"
 
 
 def free_port() -> int:
@@ -72,7 +74,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def running_frontend(etcd: str, nats: str, log: Path, *flags: str) -> Iterator[Frontend]:
+def running_frontend(
+    etcd: str, nats: str, log: Path, *flags: str, tls: ssl.SSLContext | None = None
+) -> Iterator[Frontend]:
+    """With `tls` to trust it by, where the flags give it a certificate."""
     deployment, http_port, grpc_port = f"test-{uuid.uuid4().hex[:8]}", free_port(), free_port()
     command = [
         sys.executable, "-m", "services.frontend", "--etcd", etcd, "--nats", nats, "--deployment", deployment,
@@ -80,17 +85,18 @@ def running_frontend(etcd: str, nats: str, log: Path, *flags: str) -> Iterator[F
     ]  # fmt: skip
     with log.open("wb") as output:
         process = subprocess.Popen(command, stderr=output)
+        frontend = Frontend(process, http_port, grpc_port, etcd, deployment, tls is not None)
         try:
             deadline = time.monotonic() + 30
             while True:
                 try:
-                    httpx.get(f"http://127.0.0.1:{http_port}/health").raise_for_status()
+                    httpx.get(f"{frontend.url}/health", verify=tls or True).raise_for_status()
                     break
                 except httpx.TransportError:
                     if process.poll() is not None or time.monotonic() > deadline:
                         raise AssertionError(f"the frontend did not start: {log.read_text()}") from None
                     time.sleep(0.02)
-            yield Frontend(process, http_port, grpc_port, etcd, deployment)
+            yield frontend
         finally:
             process.kill()
             process.wait()
