@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from tokenmill.common.v1 import common_pb2
 from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
-from controlplane.errors import InvalidRequest, Overloaded, TokenmillError, Unavailable
+from controlplane.errors import DeadlineExceeded, InvalidRequest, Overloaded, TokenmillError, Unavailable
 from engines.base import FinishReason, Usage
 from services.frontend.answer import Logprobs
 from services.frontend.fields import Fields
@@ -30,6 +30,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _MAX_TOKENS = 2**31 - 1
 _MAX_UNREAD = 65_536
 """Tokens kept for a client that does not read."""
+_LAST_WRITES_S = 1.0
+"""Time after a request's deadline for the client to take what is left."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -123,14 +125,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         run = asyncio.create_task(self._door.run([generation], gathered), name=f"generate {generation.request_id}")
         run.add_done_callback(lambda _: gathered.some.set())
         try:
-            while not run.done():
-                await gathered.some.wait()
-                gathered.some.clear()
+            async with asyncio.timeout_at(generation.deadline + _LAST_WRITES_S):
+                while not run.done():
+                    await gathered.some.wait()
+                    gathered.some.clear()
+                    if gathered:
+                        await context.write(gathered.take())
+                await run
                 if gathered:
                     await context.write(gathered.take())
-            await run
-            if gathered:
-                await context.write(gathered.take())
+        except TimeoutError:
+            raise DeadlineExceeded("the answer was not read in the time allowed for this request") from None
         except asyncio.CancelledError:
             if gathered.overflown and not task.uncancel():
                 raise Overloaded(f"more than {_MAX_UNREAD} tokens were left unread, so the answer was ended") from None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from tokenmill.common.v1 import common_pb2
 from tokenmill.decode.v1 import decode_pb2
@@ -14,7 +16,7 @@ from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from controlplane.errors import DeadlineExceeded, InvalidRequest, NotFound, Unsupported
 from controlplane.grpc_errors import from_rpc_error
-from tests.integration.frontend.peers import Frontend, Live, ScriptedDecode, ids, serving, until
+from tests.integration.frontend.peers import Frontend, Live, ScriptedDecode, ids, running_frontend, serving, until
 
 TEXT = "naïve 👋🏽 日本"
 
@@ -110,6 +112,33 @@ async def test_the_calls_deadline_is_the_requests(frontend: Frontend, stub: Any)
         assert isinstance(from_rpc_error(failed.value), DeadlineExceeded)
         assert 0 < worker.requests[0].request.timeout_ms <= 300
         await until(lambda: worker.cancelled)
+
+
+async def test_a_client_that_stops_reading_is_let_go_when_its_time_is_over(
+    etcd: str, nats: str, tmp_path: Path
+) -> None:
+    async def say_much(live: Live) -> None:
+        """More than the connection's buffers take, about 4 MB, and less than a frontend keeps."""
+        position = decode_pb2.PositionLogprobs(tokens=[decode_pb2.TokenLogprob(token_id=7, logprob=-1)] * 20)
+        for _ in range(60):
+            batch = decode_pb2.StepBatch(slots=[live.request.slot], counts=[1000], token_ids=ids(" the") * 1000)
+            batch.logprobs.add(slot=live.request.slot, positions=[position] * 1000)
+            live.stream.outgoing.put_nowait(batch)
+            await asyncio.sleep(0.05)
+
+    with running_frontend(etcd, nats, tmp_path / "log", "--request-timeout-s", "4") as frontend:
+        async with (
+            serving(frontend, ScriptedDecode(say_much)) as worker,
+            grpc.aio.insecure_channel(f"127.0.0.1:{frontend.grpc_port}") as channel,
+            httpx.AsyncClient(base_url=frontend.url) as http,
+        ):
+            request = inference_pb2.GenerateRequest(model=worker.model, prompt="hello")
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(request)
+            counted = 'tokenmill_requests_total{endpoint="inference.v1/Generate",status="DEADLINE_EXCEEDED"} 1.0'
+            async with asyncio.timeout(15):
+                while counted not in (await http.get("/metrics")).text:  # noqa: ASYNC110  another process counts
+                    await asyncio.sleep(0.05)
+            call.cancel()
 
 
 @pytest.mark.parametrize(
