@@ -28,7 +28,9 @@ class EngineSettings:
     cpu_threads: int | None = setting(None, "threads of an engine that runs on the CPU", minimum=1)
     max_num_seqs: int | None = setting(None, "most requests in one step", minimum=1)
     max_batched_tokens: int | None = setting(None, "most tokens computed in one step", minimum=1)
-    kv_lease_s: float = setting(120.0, "how long prefilled KV is held for its reader, seconds", minimum=0.001)
+    kv_lease_s: float = setting(
+        120.0, "how long prefilled KV is held for its reader, seconds", minimum=0.001, maximum=1_000_000
+    )
     seed: int = setting(0, "seed of the engine's own randomness", minimum=0)
     sim_time_scale: float | None = setting(
         None, "times faster than real; 0: no waiting at all", minimum=0, flag="--time-scale"

@@ -38,6 +38,8 @@ __all__ = ["DecodeLimits", "LiveRequests"]
 _RETRY_AFTER_S = 1.0
 _ENGINE_GRACE_S = 0.1
 """When a request is ended early: how long to wait for the engine's account of it (usage, what became of the KV)."""
+_GIVEN_BACK = (KvOutcome.READ, KvOutcome.LOCAL, KvOutcome.CORRUPT)
+"""The engine itself has told the holder that it needs the KV no more."""
 _MAX_FAILURE_CHARS = 2000
 """An engine's error text is cut here, so that a long trace cannot fill a message."""
 
@@ -307,8 +309,8 @@ class LiveRequests:
         self._remove(live)
         if live.kv_outcome is not KvOutcome.NONE:
             outcome = live.kv_outcome
-        elif live.handle is not None and outcome in (KvOutcome.NONE, KvOutcome.UNREACHABLE):
-            self._release(live.handle)  # the engine did not come to read it
+        elif live.handle is not None and outcome not in _GIVEN_BACK:
+            self._release(live.handle)  # whether the engine came so far that the holder knows, is not certain
         self._metrics.handoffs.labels(outcome.name.lower()).inc()
 
     def _remove(self, live: _Live) -> None:

@@ -207,6 +207,15 @@ async def test_the_kv_of_a_request_cancelled_before_it_was_read_is_released(deco
         await until(lambda: [one.handle_id for one in decode.released] == ["h1"])
 
 
+@pytest.mark.parametrize("outcome", [KvOutcome.UNREACHABLE, KvOutcome.INCOMPATIBLE, KvOutcome.LATE])
+async def test_kv_that_the_engine_did_not_read_is_released(decode: Worker, outcome: KvOutcome) -> None:
+    async with decode.attached() as frontend:
+        await decode.submit("a", 1, kv=a_handle())
+        decode.engine.finish("a", kv_outcome=outcome)
+        await until(lambda: 1 in frontend.finished)
+        assert [one.handle_id for one in decode.released] == ["h1"]
+
+
 async def test_generate_streams_one_request_by_itself(decode: Worker) -> None:
     request = decode_pb2.GenerateRequest(request_id="g", model="scripted", prompt_token_ids=[1, 2])
     call = decode.stub.Generate(request, timeout=10)
