@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 import os
 import queue
 import threading
@@ -76,12 +77,14 @@ class Agent:
         self._loop = loop
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"nixl-{name}", daemon=True)
+        self._log = logging.getLogger(__name__)
         self._on_notice: Callable[[bytes], object] | None = None
         self._listening = False
         self._closed = False
         # The rest belongs to the thread.
         self._nixl: Any = None
         self._agent: Any = None
+        self._broken: Any = None
         self._backend: Any = None
         self._registered: list[Any] = []
         self._peers: dict[bytes, str] = {}
@@ -172,16 +175,29 @@ class Agent:
     # Below: on the thread.
 
     def _run(self) -> None:
-        while not self._stopping:
-            try:
-                call = self._calls.get(timeout=self._patience_s())
-            except queue.Empty:
-                pass
-            else:
-                call()
-            if self._agent is not None and not self._stopping:
-                self._progress()
-        self._destroy()
+        try:
+            while not self._stopping:
+                self._turn()
+            self._destroy()
+        except Exception:
+            # Nobody may wait for a thread that is no more: what is asked of this agent from now on is refused, and
+            # what was asked before fails here. Bytes may still arrive, so no read in flight ends, and NIXL's agent is
+            # kept: with it would go the memory of its transfers.
+            self._log.exception("NIXL broke; this agent moves no more KV")
+            self._closed = True
+            self._broken, self._agent = self._agent, None
+            while not self._calls.empty():
+                self._calls.get()()
+
+    def _turn(self) -> None:
+        try:
+            call = self._calls.get(timeout=self._patience_s())
+        except queue.Empty:
+            pass
+        else:
+            call()
+        if self._agent is not None and not self._stopping:
+            self._progress()
 
     def _patience_s(self) -> float | None:
         """How long to sleep unless called; None: for ever."""

@@ -199,3 +199,16 @@ async def test_an_idle_agent_costs_nothing_and_a_listening_one_little(memory: np
     assert await share(2) < 0.02
     agent.listen(True)
     assert await share(2) < 0.05
+
+
+async def test_an_agent_whose_thread_broke_refuses_instead_of_hanging(agent: Agent, peer: Peer) -> None:
+    def break_it() -> None:
+        raise RuntimeError("as NIXL does")
+
+    agent._calls.put(break_it)
+    agent._thread.join(10)
+    async with asyncio.timeout(5):
+        with pytest.raises(PeerUnreachable):
+            await agent.notify(peer.metadata, b"late")
+        with pytest.raises(PeerUnreachable):
+            await agent.read(peer.metadata, [], b"").within(5)
