@@ -13,8 +13,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,22 +124,26 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Alone]:
 
 
 @pytest.fixture(scope="module")
-def suite(
-    request: pytest.FixtureRequest, alone: dict[str, Alone], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Suite]:
+def suite(request: pytest.FixtureRequest, alone: dict[str, Alone]) -> Iterator[Suite]:
     """Started with the flags a test gives; tests with the same flags share it."""
-    folder: Path = tmp_path_factory.mktemp("suite") / "tmp"
-    folder.mkdir()
-    tokenmill = Tokenmill(folder)
-    try:
+    with _tokenmill() as tokenmill:
         started = tokenmill.run(*_UP, *request.param, timeout_s=_DEADLINE_S)
         assert started.returncode == 0, started.stderr
         yield Suite(tokenmill, alone)
         stopped = tokenmill.run("down")
         assert stopped.returncode == 0, stopped.stderr
-        tokenmill.assert_nothing_left()
-    finally:
-        tokenmill.close()
+
+
+@contextmanager
+def _tokenmill() -> Iterator[Tokenmill]:
+    """A command line that leaves nothing, in a folder of a short name: sockets have their paths below it."""
+    with tempfile.TemporaryDirectory(prefix="tokenmill-") as folder:
+        tokenmill = Tokenmill(Path(folder))
+        try:
+            yield tokenmill
+            tokenmill.assert_nothing_left()
+        finally:
+            tokenmill.close()
 
 
 def _tokens(answers: dict[str, Answer]) -> dict[str, list[int]]:
@@ -217,12 +223,12 @@ async def test_late_reads_change_no_answer(suite: Suite, alone: dict[str, Alone]
     assert met["late"] + met["too_old"] == len(NAMES), met
 
 
-def test_the_one_answer_of_the_readme_is_english(tokenmill: Tokenmill) -> None:
-    question = "What is the capital of France?"
-    done = tokenmill.run("up", "--model", "demo", "--port", "0", "--once", question, timeout_s=_DEADLINE_S)
-    assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout
-    tokenmill.assert_nothing_left()
+def test_the_one_answer_of_the_readme_is_english() -> None:
+    with _tokenmill() as tokenmill:
+        question = "What is the capital of France?"
+        done = tokenmill.run("up", "--model", "demo", "--port", "0", "--once", question, timeout_s=_DEADLINE_S)
+        assert done.returncode == 0, done.stderr
+        assert "Paris" in done.stdout
 
 
 async def _until_prefill_is_remote(suite: Suite) -> None:
