@@ -16,6 +16,7 @@ from kvcache.events import KvEvent
 from kvcache.format import KvFormat
 
 __all__ = [
+    "MAX_LOGPROBS",
     "Capability",
     "Engine",
     "EngineInfo",
@@ -34,6 +35,10 @@ __all__ = [
     "TokenLogprob",
     "Usage",
 ]
+
+
+MAX_LOGPROBS = 20
+"""Most best tokens told with each token, as in OpenAI's API."""
 
 
 class Role(StrEnum):

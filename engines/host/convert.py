@@ -13,20 +13,16 @@ from tokenmill.decode.v1 import decode_pb2
 
 from controlplane.errors import InvalidRequest, TokenmillError
 from controlplane.grpc_errors import to_proto
-from engines.base import FinishReason, Handle, KvOutcome, PrefillResult, SamplingParams, Usage
+from engines.base import MAX_LOGPROBS, FinishReason, Handle, KvOutcome, PrefillResult, SamplingParams, Usage
 from kvcache.format import KvFormat
 
 __all__ = [
-    "MAX_LOGPROBS",
     "finished_to_proto",
     "handle_age_s",
     "handle_from_proto",
     "handle_to_proto",
     "sampling_from_proto",
 ]
-
-MAX_LOGPROBS = 20
-"""Most best tokens reported with each token, as in OpenAI's API."""
 
 
 def sampling_from_proto(message: common_pb2.Sampling) -> SamplingParams:

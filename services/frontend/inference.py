@@ -14,13 +14,13 @@ from tokenmill.common.v1 import common_pb2
 from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from controlplane.errors import DeadlineExceeded, InvalidRequest, Overloaded, TokenmillError, Unavailable
-from engines.base import FinishReason, Usage
+from engines.base import MAX_LOGPROBS, FinishReason, Usage
 from services.frontend.answer import Logprobs
 from services.frontend.fields import Fields
 from services.frontend.front_door import FrontDoor
 from services.frontend.generation import Generation
 from services.frontend.openai_requests import Options, check_message, read_stop
-from services.frontend.sampling import MAX_LOGPROBS, read_sampling
+from services.frontend.sampling import read_sampling
 from services.frontend.tokenizer import Tokenizer
 
 __all__ = ["InferenceServicer"]

@@ -13,9 +13,9 @@ from typing import Any
 import orjson
 
 from controlplane.errors import InvalidRequest, Unsupported
-from engines.base import SamplingParams
+from engines.base import MAX_LOGPROBS, SamplingParams
 from services.frontend.fields import Fields, shown
-from services.frontend.sampling import MAX_LOGPROBS, read_sampling
+from services.frontend.sampling import read_sampling
 
 __all__ = ["ChatRequest", "CompletionRequest", "Options", "check_message", "read_chat", "read_completion", "read_stop"]
 

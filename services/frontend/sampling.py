@@ -8,9 +8,8 @@ from controlplane.errors import InvalidRequest, Unsupported
 from engines.base import Capability, SamplingParams
 from services.frontend.fields import Fields
 
-__all__ = ["MAX_LOGPROBS", "check_capabilities", "read_sampling", "read_token_ids", "sampling_to_proto"]
+__all__ = ["check_capabilities", "read_sampling", "read_token_ids", "sampling_to_proto"]
 
-MAX_LOGPROBS = 20
 _MAX_UINT32 = 2**32 - 1
 _MAX_STOP_TOKEN_IDS = 1024
 
