@@ -16,13 +16,13 @@ from multiprocessing.connection import Connection
 import grpc
 import uvloop
 from prometheus_client import CollectorRegistry
-from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
 
 from engines.base import EngineInfo, EngineRequest, FinishReason, StepOutput, StepSink, Usage
 from engines.host.decode_service import DecodeService
 from engines.host.live import DecodeLimits
 from engines.host.started import StartedEngine
 from kvcache.format import KvFormat
+from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
 
 INFO = EngineInfo(
     model="bench",

@@ -28,8 +28,6 @@ import psutil
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 from rich.table import Table
-from tokenmill.kv.v1 import kv_pb2_grpc
-from tokenmill.router.v1 import router_pb2, router_pb2_grpc
 
 from controlplane import kv_wire
 from controlplane.bus import Bus
@@ -42,6 +40,8 @@ from controlplane.telemetry import configure_logging
 from kvcache.events import KvEventBatch, Stored
 from kvcache.format import KvFormat
 from kvcache.index import KvIndex
+from tokenmill.kv.v1 import kv_pb2_grpc
+from tokenmill.router.v1 import router_pb2, router_pb2_grpc
 
 BLOCKS = 512
 BLOCK_SIZE = 16

@@ -14,7 +14,6 @@ import grpc
 from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
-from tokenmill.common.v1 import common_pb2
 
 from controlplane.errors import (
     Cancelled,
@@ -29,6 +28,7 @@ from controlplane.errors import (
     error_class,
 )
 from controlplane.telemetry import get_logger
+from tokenmill.common.v1 import common_pb2
 
 __all__ = ["ErrorInterceptor", "abort_with", "from_proto", "from_rpc_error", "to_proto"]
 

@@ -8,12 +8,12 @@ from itertools import islice
 from typing import Protocol
 
 import grpc
-from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
 
 from controlplane import kv_wire
 from kvcache.events import KvEvent, KvEventBatch, Removed, Stored, Tier
 from kvcache.holdings import Holdings
 from kvcache.load import LoadReport
+from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
 
 __all__ = ["KvPublisher", "KvSourceServicer", "Load", "Publisher"]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tokenmill.kv.v1 import kv_pb2
-
 from kvcache.events import Cleared, KvEvent, KvEventBatch, Removed, Stored, Tier
 from kvcache.load import LoadReport
+from tokenmill.kv.v1 import kv_pb2
 
 __all__ = [
     "batch_from_bytes",

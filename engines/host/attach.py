@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from tokenmill.decode.v1 import decode_pb2
-
 from controlplane.errors import Unavailable
 from engines.base import TokenLogprob
 from engines.host.outbox import Outbox, Slot
+from tokenmill.decode.v1 import decode_pb2
 
 __all__ = ["HEARTBEAT_S", "AttachStream"]
 

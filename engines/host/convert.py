@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from tokenmill.common.v1 import common_pb2
-from tokenmill.decode.v1 import decode_pb2
-
 from controlplane.errors import InvalidRequest, TokenmillError
 from controlplane.grpc_errors import to_proto
 from engines.base import MAX_LOGPROBS, FinishReason, Handle, KvOutcome, PrefillResult, SamplingParams, Usage
 from kvcache.format import KvFormat
+from tokenmill.common.v1 import common_pb2
+from tokenmill.decode.v1 import decode_pb2
 
 __all__ = [
     "finished_to_proto",

@@ -7,7 +7,6 @@ import uuid
 from typing import Any
 
 import grpc
-from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
 
 from controlplane.errors import InvalidRequest, Unavailable
 from engines.base import EngineInfo, EngineRequest
@@ -15,6 +14,7 @@ from engines.host.admission import check_decode, check_model
 from engines.host.convert import handle_age_s, handle_from_proto, sampling_from_proto
 from engines.host.live import DecodeLimits, LiveRequests
 from engines.host.started import StartedEngine
+from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
 
 __all__ = ["DecodeService"]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from tokenmill.decode.v1 import decode_pb2
-
 from controlplane.errors import InvalidRequest
 from engines.base import TokenLogprob
+from tokenmill.decode.v1 import decode_pb2
 
 __all__ = ["MAX_MESSAGE_BYTES", "Outbox", "Slot"]
 

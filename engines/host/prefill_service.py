@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 from prometheus_client import Counter
-from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 
 from controlplane.errors import DeadlineExceeded, InvalidRequest, Overloaded, TokenmillError, Unavailable
 from controlplane.telemetry import get_logger
@@ -19,6 +18,7 @@ from engines.base import EngineInfo, EngineRequest, PrefillResult
 from engines.host.admission import check_model, check_prefill
 from engines.host.convert import handle_to_proto, sampling_from_proto
 from engines.host.started import StartedEngine
+from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 
 __all__ = ["PrefillLimits", "PrefillService"]
 

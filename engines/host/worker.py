@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 import grpc
-from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
-from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 
 import engines
 from controlplane.channels import Channels
@@ -21,6 +19,8 @@ from engines.base import Engine, EngineInfo, Handle, Role
 from engines.host.load import LoadCollector, StallWatch
 from engines.host.started import StartedEngine
 from engines.settings import EngineSettings
+from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
+from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 
 __all__ = ["RoleService", "Worker"]
 

@@ -6,9 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tokenmill.common.v1 import common_pb2
-from tokenmill.decode.v1 import decode_pb2
-
 from controlplane.errors import EngineFailed, TokenmillError, Unavailable
 from controlplane.grpc_errors import from_proto
 from engines.base import FinishReason, Usage
@@ -16,6 +13,8 @@ from services.frontend.detokenizer import Detokenizer
 from services.frontend.generation import Generation
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.stops import StopStrings
+from tokenmill.common.v1 import common_pb2
+from tokenmill.decode.v1 import decode_pb2
 
 __all__ = ["Answer", "Listener", "Logprobs"]
 

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable
 
 import grpc
-from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
 
 from controlplane.channels import Channels
 from controlplane.errors import EngineFailed, TokenmillError, Unavailable
@@ -19,6 +18,7 @@ from controlplane.grpc_errors import from_rpc_error
 from controlplane.telemetry import Logger, get_logger
 from services.frontend.answer import Answer
 from services.frontend.metrics import FrontendMetrics
+from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
 
 __all__ = ["DecodeStream", "DecodeStreams"]
 

@@ -16,10 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc
-from tokenmill.common.v1 import common_pb2
-from tokenmill.decode.v1 import decode_pb2
-from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
-from tokenmill.router.v1 import router_pb2, router_pb2_grpc
 
 from controlplane.channels import Channels
 from controlplane.discovery import Discovery
@@ -35,6 +31,10 @@ from services.frontend.models import Models
 from services.frontend.reports import Reports
 from services.frontend.sampling import sampling_to_proto
 from services.frontend.settings import FrontendSettings
+from tokenmill.common.v1 import common_pb2
+from tokenmill.decode.v1 import decode_pb2
+from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
+from tokenmill.router.v1 import router_pb2, router_pb2_grpc
 
 __all__ = ["Dispatcher"]
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import Message
-from tokenmill.common.v1 import common_pb2
-from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from controlplane.errors import DeadlineExceeded, InvalidRequest, Overloaded, TokenmillError, Unavailable
 from engines.base import MAX_LOGPROBS, FinishReason, Usage
@@ -22,6 +20,8 @@ from services.frontend.generation import Generation
 from services.frontend.openai_requests import Options, check_message, read_stop
 from services.frontend.sampling import read_sampling
 from services.frontend.tokenizer import Tokenizer
+from tokenmill.common.v1 import common_pb2
+from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
 __all__ = ["InferenceServicer"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import grpc
-from tokenmill.router.v1 import router_pb2, router_pb2_grpc
 
 from controlplane.channels import Channels
 from controlplane.telemetry import get_logger
+from tokenmill.router.v1 import router_pb2, router_pb2_grpc
 
 __all__ = ["Reports"]
 

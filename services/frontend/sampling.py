@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from tokenmill.common.v1 import common_pb2
-
 from controlplane.errors import InvalidRequest, Unsupported
 from engines.base import Capability, SamplingParams
 from services.frontend.fields import Fields
+from tokenmill.common.v1 import common_pb2
 
 __all__ = ["check_capabilities", "read_sampling", "read_token_ids", "sampling_to_proto"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import grpc
-from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from controlplane.host import Host
 from controlplane.instances import ModelCard, State
@@ -21,6 +20,7 @@ from services.frontend.metrics import FrontendMetrics
 from services.frontend.models import Models
 from services.frontend.reports import Reports
 from services.frontend.settings import FrontendSettings
+from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
 __all__ = ["FrontendService"]
 

@@ -14,7 +14,6 @@ from typing import Protocol
 import grpc
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Counter, Gauge
-from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
 
 from controlplane import kv_wire
 from controlplane.bus import Bus
@@ -26,6 +25,7 @@ from controlplane.telemetry import get_logger
 from kvcache.follower import Follower, Gap, Snapshot
 from kvcache.index import KvIndex
 from kvcache.load import LoadReport
+from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
 
 __all__ = ["Ingest", "Listener"]
 

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from tokenmill.router.v1 import router_pb2, router_pb2_grpc
 
 from controlplane.errors import NotFound, Unavailable
 from controlplane.host import Host
@@ -23,6 +22,7 @@ from services.router.predictions import Predictions
 from services.router.scheduler import Candidate, Decision, Request, Scheduler
 from services.router.settings import RouterSettings
 from services.router.workers import Roster
+from tokenmill.router.v1 import router_pb2, router_pb2_grpc
 
 __all__ = ["RouterService"]
 

@@ -26,13 +26,13 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
-from tokenmill.common.v1 import common_pb2
-from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from engines import demo_model
 from tests.e2e import vllm_alone
 from tests.e2e.command_line import Tokenmill
 from tests.integration.engines.vllm_engine.prompts import EIGHT, NAMES, Alone, prompts, story
+from tokenmill.common.v1 import common_pb2
+from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
 pytestmark = pytest.mark.vllm
 

@@ -19,11 +19,11 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
-from tokenmill.router.v1 import router_pb2, router_pb2_grpc
 
 from kvcache.events import Tier
 from tests.e2e.command_line import Tokenmill
+from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
+from tokenmill.router.v1 import router_pb2, router_pb2_grpc
 
 _STREAMS = 8
 _DEADLINE_S = 50

@@ -21,10 +21,6 @@ from typing import Any
 import grpc
 import httpx
 from prometheus_client import CollectorRegistry
-from tokenmill.common.v1 import common_pb2
-from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
-from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
-from tokenmill.router.v1 import router_pb2, router_pb2_grpc
 
 from controlplane.discovery import Discovery
 from controlplane.errors import TokenmillError
@@ -34,6 +30,10 @@ from engines.base import Capability
 from engines.sim.tokenizer import BUILTIN_EOS_TOKEN_ID, BUILTIN_VOCAB_SIZE
 from kvcache.format import KvFormat
 from services.frontend.tokenizer import Tokenizer
+from tokenmill.common.v1 import common_pb2
+from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
+from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
+from tokenmill.router.v1 import router_pb2, router_pb2_grpc
 
 TOKENIZER = Tokenizer.load("builtin")
 MAX_MODEL_LEN = 512

@@ -11,8 +11,6 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
-from tokenmill.common.v1 import common_pb2
-from tokenmill.decode.v1 import decode_pb2
 
 from controlplane.discovery import Discovery
 from controlplane.embedded import EmbeddedEtcd
@@ -30,6 +28,8 @@ from tests.integration.frontend.peers import (
     serving,
     until,
 )
+from tokenmill.common.v1 import common_pb2
+from tokenmill.decode.v1 import decode_pb2
 
 PROMPT = "the one and the other " * 8
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
-from tokenmill.common.v1 import common_pb2
 
 from controlplane.errors import InvalidRequest
 from tests.integration.frontend.peers import Frontend, Live, ScriptedDecode, ids, running_frontend, serving, until
+from tokenmill.common.v1 import common_pb2
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 

@@ -10,13 +10,13 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from tokenmill.common.v1 import common_pb2
-from tokenmill.decode.v1 import decode_pb2
-from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from controlplane.errors import DeadlineExceeded, InvalidRequest, NotFound, Unsupported
 from controlplane.grpc_errors import from_rpc_error
 from tests.integration.frontend.peers import Frontend, Live, ScriptedDecode, ids, running_frontend, serving, until
+from tokenmill.common.v1 import common_pb2
+from tokenmill.decode.v1 import decode_pb2
+from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
 TEXT = "naïve 👋🏽 日本"
 

@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tokenmill.common.v1 import common_pb2
-from tokenmill.decode.v1 import decode_pb2
 
 from engines.sim.tokenizer import BUILTIN_EOS_TOKEN_ID
 from tests.integration.frontend.peers import MAX_MODEL_LEN, TOKENIZER, Frontend, Live, ScriptedDecode, ids, serving
+from tokenmill.common.v1 import common_pb2
+from tokenmill.decode.v1 import decode_pb2
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 TEXT = 'It\'s "naïve" 👋🏽 — 日本語\n\\end'

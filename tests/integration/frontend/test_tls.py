@@ -12,11 +12,11 @@ import httpx
 import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
 from cli import health
 from controlplane.errors import Unavailable
 from tests.integration.frontend.peers import Frontend, running_frontend
+from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
 
 @dataclass(frozen=True)

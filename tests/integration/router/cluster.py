@@ -15,8 +15,6 @@ import grpc
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
-from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
-from tokenmill.router.v1 import router_pb2, router_pb2_grpc
 
 from controlplane.bus import Bus
 from controlplane.discovery import Discovery
@@ -25,6 +23,8 @@ from controlplane.kv_publisher import KvPublisher, KvSourceServicer
 from engines.base import LoadSnapshot
 from kvcache.events import KvEvent, Tier
 from kvcache.format import KvFormat
+from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
+from tokenmill.router.v1 import router_pb2, router_pb2_grpc
 
 FORMAT = KvFormat("fingerprint", "float32", 16, "nhd", "test", "1", "tp1-pp1")
 CARD = ModelCard(

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import grpc
 import msgspec
 import pytest
-from tokenmill.router.v1 import router_pb2
 
 from controlplane.embedded import EmbeddedEtcd, EmbeddedNats
 from controlplane.errors import NotFound, Unavailable
@@ -16,6 +15,7 @@ from controlplane.instances import State
 from engines.base import LoadSnapshot
 from kvcache.events import Cleared, Removed, Stored, Tier
 from tests.integration.router.cluster import CARD, FORMAT, Cluster, LightWorker, StartRouter, until
+from tokenmill.router.v1 import router_pb2
 
 
 def chain(seed: int, length: int) -> list[int]:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenmill.kv.v1 import kv_pb2
 
 from controlplane import kv_wire
 from controlplane.kv_publisher import MAX_BATCH_HASHES, KvPublisher, KvSourceServicer
 from engines.base import LoadSnapshot
 from kvcache.events import Cleared, KvEventBatch, Removed, Stored, Tier
 from kvcache.load import LoadReport
+from tokenmill.kv.v1 import kv_pb2
 
 U64 = st.integers(0, 2**64 - 1)
 HASHES = st.lists(U64, min_size=1, max_size=9).map(tuple)

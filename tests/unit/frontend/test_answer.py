@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
-from tokenmill.common.v1 import common_pb2
-from tokenmill.decode.v1 import decode_pb2
 
 from controlplane.errors import EngineFailed, Unavailable
 from controlplane.instances import ModelCard
@@ -24,6 +22,8 @@ from services.frontend.generation import Generation
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.models import ServedModel
 from services.frontend.tokenizer import Tokenizer
+from tokenmill.common.v1 import common_pb2
+from tokenmill.decode.v1 import decode_pb2
 
 TOKENIZER = Tokenizer.load("builtin")
 CARD = ModelCard(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from tokenmill.decode.v1 import decode_pb2
 
 from controlplane.errors import (
     EngineFailed,
@@ -37,6 +36,7 @@ from services.frontend.openai_responses import (
     usage_fields,
 )
 from services.frontend.tokenizer import Tokenizer
+from tokenmill.decode.v1 import decode_pb2
 
 TOKENIZER = Tokenizer.load("builtin")
 AWKWARD = 'a "quoted"\n\\ 👋 \u2028 </script>'

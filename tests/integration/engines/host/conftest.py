@@ -12,8 +12,6 @@ from typing import Any
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry
-from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
-from tokenmill.prefill.v1 import prefill_pb2_grpc
 
 from controlplane.channels import MESSAGE_OPTIONS, Channels
 from controlplane.grpc_errors import ErrorInterceptor
@@ -23,6 +21,8 @@ from engines.host.live import DecodeLimits
 from engines.host.prefill_service import PrefillLimits, PrefillService
 from engines.host.started import StartedEngine
 from tests.scripted_engine import ScriptedEngine
+from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
+from tokenmill.prefill.v1 import prefill_pb2_grpc
 
 EPOCH = 7
 

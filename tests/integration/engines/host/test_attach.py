@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 import pytest
-from tokenmill.common.v1 import common_pb2
-from tokenmill.decode.v1 import decode_pb2
 
 from controlplane.errors import InvalidRequest
 from controlplane.grpc_errors import from_rpc_error
 from engines.base import FinishReason, TokenLogprob
 from tests.scripted_engine import ScriptedEngine
+from tokenmill.common.v1 import common_pb2
+from tokenmill.decode.v1 import decode_pb2
 
 from .conftest import Worker, until
 

@@ -10,8 +10,6 @@ from typing import Any
 
 import grpc
 import pytest
-from tokenmill.common.v1 import common_pb2
-from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
 
 from controlplane.channels import Channels
 from controlplane.errors import InvalidRequest, NotFound, Overloaded, TokenmillError, Unavailable, Unsupported
@@ -21,6 +19,8 @@ from engines.host.convert import handle_to_proto
 from engines.host.decode_service import DecodeService
 from engines.host.live import DecodeLimits
 from tests.scripted_engine import FORMAT, INFO, ScriptedEngine
+from tokenmill.common.v1 import common_pb2
+from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
 
 from .conftest import Worker, until
 

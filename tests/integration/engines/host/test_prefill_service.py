@@ -8,11 +8,11 @@ from typing import Any
 
 import grpc
 import pytest
-from tokenmill.prefill.v1 import prefill_pb2
 
 from controlplane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, NotFound, Overloaded, Unavailable
 from controlplane.grpc_errors import from_rpc_error
 from tests.scripted_engine import FORMAT, INFO
+from tokenmill.prefill.v1 import prefill_pb2
 
 from .conftest import EPOCH, Worker, until
 

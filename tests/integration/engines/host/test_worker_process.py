@@ -19,10 +19,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
-from tokenmill.common.v1 import common_pb2
-from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
-from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
-from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 
 from controlplane import kv_wire
 from controlplane.bus import Bus
@@ -32,6 +28,10 @@ from controlplane.errors import Unavailable
 from controlplane.grpc_errors import from_rpc_error
 from controlplane.instances import Instance, State
 from kvcache.load import LoadReport
+from tokenmill.common.v1 import common_pb2
+from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
+from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
+from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 
 from .conftest import Frontend, until
 

@@ -5,8 +5,6 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from tokenmill.common.v1 import common_pb2
-from tokenmill.decode.v1 import decode_pb2
 
 from controlplane.errors import InvalidRequest, Overloaded
 from engines.base import FinishReason, KvOutcome, PrefillResult, SamplingParams, Usage
@@ -18,6 +16,8 @@ from engines.host.convert import (
     sampling_from_proto,
 )
 from tests.scripted_engine import FORMAT
+from tokenmill.common.v1 import common_pb2
+from tokenmill.decode.v1 import decode_pb2
 
 
 def test_an_empty_sampling_message_means_every_documented_default() -> None:

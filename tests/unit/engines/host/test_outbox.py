@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenmill.decode.v1 import decode_pb2
 
 from controlplane.errors import InvalidRequest
 from engines.base import FinishReason, KvOutcome, TokenLogprob, Usage
 from engines.host.convert import finished_to_proto
 from engines.host.outbox import MAX_MESSAGE_BYTES, Outbox
+from tokenmill.decode.v1 import decode_pb2
 
 token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 positions = st.lists(
