@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -38,7 +39,7 @@ class Fields:
         if type(value) is not int:
             self.refuse(name, value, "must be a whole number")
         if not minimum <= value <= maximum:
-            self.refuse(name, value, _bounds(minimum, maximum))
+            self.refuse(name, value, _bounds(value, minimum, maximum))
         return value
 
     def number(self, name: str, *, minimum: float, maximum: float, above: bool = False) -> float | None:
@@ -52,7 +53,7 @@ class Fields:
             self.refuse(
                 name,
                 value,
-                f"must be above {minimum:g} and at most {maximum:g}" if above else _bounds(minimum, maximum),
+                f"must be above {minimum:g} and at most {maximum:g}" if above else _bounds(value, minimum, maximum),
             )
         return float(value)
 
@@ -73,7 +74,7 @@ class Fields:
         if type(value) is not str:
             self.refuse(name, value, "must be a string")
         if not value:
-            self.refuse(name, value, "must not be empty; leave it out instead")
+            self.refuse(name, value, "must not be empty")
         return value
 
     def object(self, name: str) -> dict[str, Any]:
@@ -103,10 +104,10 @@ class Fields:
     def refuse_unread(self) -> None:
         """Raises `InvalidRequest` for the first field nobody read, with the nearest that is known."""
         for name in self._unread:
-            message = f"Unrecognized request argument supplied: {self._path(name)}"
+            path = _cut(self._path(name))
             nearest = difflib.get_close_matches(name, self._known, n=1)
-            hint = f"; did you mean {self._path(nearest[0])}?" if nearest else "; leave it out"
-            raise InvalidRequest(message + hint, param=self._path(name))
+            hint = f"did you mean {self._path(nearest[0])}?" if nearest else "leave it out"
+            raise InvalidRequest(f"Unrecognized request argument supplied: {path}; {hint}", param=path)
 
     def _path(self, name: str) -> str:
         return f"{self._prefix}{name}"
@@ -114,9 +115,16 @@ class Fields:
 
 def shown(value: Any) -> str:
     """A value as its sender wrote it, cut short."""
-    text = orjson.dumps(value, default=repr).decode()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON cannot write it, gRPC can send it
+    return _cut(orjson.dumps(value, default=repr).decode())
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
 
 
-def _bounds(minimum: float, maximum: float) -> str:
-    return f"must be between {minimum:g} and {maximum:g}" if maximum < 2**31 - 1 else f"must be at least {minimum:g}"
+def _bounds(value: float, minimum: float, maximum: float) -> str:
+    if value < minimum and maximum >= 2**31 - 1:
+        return f"must be at least {minimum:.15g}"
+    return f"must be between {minimum:.15g} and {maximum:.15g}"

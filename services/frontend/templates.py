@@ -68,14 +68,19 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any] | None = None) -> str:
         """The prompt up to where the assistant's answer begins. Raises `InvalidRequest` where the template refuses."""
-        variables = {**self._special_tokens, "tools": None, "documents": None, **(extra or {})}
+        given = {"messages": messages, "add_generation_prompt": True}
+        for name in given.keys() & (extra or {}).keys():
+            param = f"chat_template_kwargs.{name}"
+            raise InvalidRequest(f"{param} is not yours to set; leave it out", param=param)
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **variables)
+            return self._template.render(
+                {**self._special_tokens, "tools": None, "documents": None, **(extra or {}), **given}
+            )
         except _Refused as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from None
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # somebody else's program, over what a client sent: it may fail in any way
             raise InvalidRequest(
                 f"the model's chat template cannot render these messages ({type(error).__name__}); "
                 "check their roles and their order",

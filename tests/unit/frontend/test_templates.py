@@ -66,6 +66,26 @@ def test_a_template_that_breaks_does_not_repeat_the_messages() -> None:
     assert "secret" not in refused.value.message
 
 
+@pytest.mark.parametrize("source", ["{{ 1 // 0 }}", "{% for i in range(10**9) %}{% endfor %}", "{{ nested | tojson }}"])
+def test_however_a_template_breaks_the_request_is_refused(source: str) -> None:
+    nested: list[object] = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(InvalidRequest, match="cannot render"):
+        ChatTemplate(source).render(HELLO, {"nested": nested})
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt"])
+def test_an_argument_that_is_the_servers_own_is_refused_by_name(name: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        ChatTemplate("x").render(HELLO, {name: False})
+    assert refused.value.param == f"chat_template_kwargs.{name}"
+
+
+def test_arguments_may_have_any_name() -> None:
+    assert ChatTemplate("{{ self is defined }}x").render(HELLO, {"self": 1, "a b": 2, "": 3}).endswith("x")
+
+
 @pytest.mark.parametrize(
     "source", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}", "{{ cycler.__init__ }}"]
 )
