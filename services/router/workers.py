@@ -46,17 +46,20 @@ class Pool:
         return [worker for worker in self.workers if worker.role == role]
 
     def choice(self, excluded: Collection[str]) -> Choice:
-        """Those that are READY; where none of a role is, those that have only gone quiet: better them than nobody."""
+        """Those that are READY; where no decode worker is, those that have only gone quiet: better them than nobody.
+
+        A quiet prefill worker is not waited for: decode can compute the prompt itself.
+        """
         if not excluded:
             return self._everyone
         return self._choose([worker for worker in self.workers if worker.instance_id not in excluded])
 
     def _choose(self, workers: Sequence[Worker]) -> Choice:
-        def fit(role: str) -> list[Worker]:
-            ready = [worker for worker in workers if worker.role == role and worker.state is State.READY]
-            return ready or [worker for worker in workers if worker.role == role and worker.state is State.SUSPECT]
+        def those(role: str, state: State) -> list[Worker]:
+            return [worker for worker in workers if worker.role == role and worker.state is state]
 
-        decode, prefill = fit("decode"), fit("prefill")
+        decode = those("decode", State.READY) or those("decode", State.SUSPECT)
+        prefill = those("prefill", State.READY)
         formats = {worker.format for worker in prefill}
         return Choice(decode, [worker for worker in decode if worker.format in formats], prefill)
 

@@ -121,6 +121,11 @@ def test_only_ready_workers_are_chosen_and_quiet_ones_where_nobody_is_ready() ->
     assert "d2 is excluded" in failed.value.message
 
 
+def test_a_quiet_prefill_worker_is_not_waited_for() -> None:
+    router = Router(instance("p1", state=State.SUSPECT), instance("d1"))
+    assert router.names(router.schedule()) == (None, "d1")
+
+
 def test_a_model_nobody_ever_served_is_not_found_and_one_without_workers_unavailable() -> None:
     router = Router(instance("d1"))
     with pytest.raises(NotFound, match="known: model") as failed:
