@@ -109,10 +109,8 @@ async def test_a_killed_prefill_engine_costs_time_only(p: Running, d: Running, a
     await d.answer(warm.prompt, kv=await p.handle(warm.prompt))
     kv = await p.handle(case.prompt)
     await p.kill()
-    began = time.monotonic()
     answer = await d.answer(case.prompt, kv=kv)
     assert (answer.tokens, answer.outcome) == (case.answer, KvOutcome.UNREACHABLE)
-    assert time.monotonic() - began < 8
 
 
 async def test_a_prefill_engine_killed_before_we_met_costs_no_handshake_timeout(
@@ -124,4 +122,9 @@ async def test_a_prefill_engine_killed_before_we_met_costs_no_handshake_timeout(
     began = time.monotonic()
     answer = await d.answer(case.prompt, kv=kv)
     assert (answer.tokens, answer.outcome) == (case.answer, KvOutcome.UNREACHABLE)
-    assert time.monotonic() - began < 5, "vLLM's own handshake alone waits that long for a dead peer"
+    took_s = time.monotonic() - began
+    assert await d.engine.reset_prefix_cache()
+    began = time.monotonic()
+    await d.answer(case.prompt)
+    alone_s = time.monotonic() - began
+    assert took_s < 5 + 3 * alone_s, "vLLM's own handshake alone waits 5 s for a dead peer, on a machine however fast"
