@@ -25,6 +25,8 @@ __all__ = ["PrefillLimits", "PrefillService"]
 _RETRY_AFTER_S = 1.0
 _LEASE_POLL_S = 0.1
 """While draining: how often to ask the engine whether all held KV has been read."""
+_CROSSING_S = 10.0
+"""How long after an answer its caller may still say that it had given up before the answer came."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -44,6 +46,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._log = get_logger(__name__)
         self._serving: tuple[StartedEngine, Counter] | None = None
         self._running: dict[str, asyncio.Timeout] = {}
+        self._answered: dict[str, tuple[str, float]] = {}
+        """Handle and time of the last answers by request, the oldest first."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -104,6 +108,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 epoch=worker.epoch,
                 address=worker.address,
             )
+            self._remember(request.request_id, result.handle_id)
             return prefill_pb2.RunResponse(
                 handle=handle,
                 cached_tokens=result.cached_tokens,
@@ -117,7 +122,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         worker, _ = self._ready()
         if request.epoch != worker.epoch:
             return prefill_pb2.ReleaseResponse(released=False)  # what another epoch held is gone
-        return prefill_pb2.ReleaseResponse(released=await worker.engine.release(request.handle_id))
+        handle_id = request.handle_id or self._answered.pop(request.request_id, ("", 0.0))[0]
+        return prefill_pb2.ReleaseResponse(released=await worker.engine.release(handle_id))
 
     async def _prefill(self, worker: StartedEngine, request: EngineRequest, time_left_s: float | None) -> PrefillResult:
         if self._draining:
@@ -143,6 +149,13 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             if self._draining:
                 raise Unavailable("the worker was stopped before the prompt was computed") from None
             raise DeadlineExceeded("the prompt was not computed in the time the call had") from None
+
+    def _remember(self, request_id: str, handle_id: str) -> None:
+        now = time.monotonic()
+        self._answered.pop(request_id, None)
+        self._answered[request_id] = handle_id, now
+        while self._answered[oldest := next(iter(self._answered))][1] < now - _CROSSING_S:
+            del self._answered[oldest]
 
     def _release(self, result: PrefillResult) -> None:
         worker, _ = self._ready()

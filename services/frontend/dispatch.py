@@ -92,7 +92,8 @@ class Dispatcher:
         self._streams = streams
         self._reports = reports
         self._metrics = metrics
-        self._to_release: asyncio.Queue[common_pb2.KvHandle] = asyncio.Queue()
+        self._to_release: asyncio.Queue[tuple[str, prefill_pb2.ReleaseRequest]] = asyncio.Queue()
+        """With the prefill worker's address."""
         self._log = get_logger(__name__)
 
     async def run(self, answer: Answer) -> None:
@@ -125,8 +126,8 @@ class Dispatcher:
         """Gives back KV that nobody will read, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                handle = await self._to_release.get()
-                tasks.create_task(self._release(handle), name=f"release {handle.handle_id}")
+                address, release = await self._to_release.get()
+                tasks.create_task(self._release(address, release), name=f"release KV at {address}")
 
     def _may_retry(self, answer: Answer, error: TokenmillError, *, attempts: int) -> bool:
         """Whether the answer begins anew elsewhere. An answer the client has some of ends with the error, for now."""
@@ -159,7 +160,8 @@ class Dispatcher:
         finally:
             # A worker that is lost cannot give it back itself. KV that was read is gone already, and this does nothing.
             if kv is not None and not finished:
-                self._to_release.put_nowait(kv.handle)
+                release = prefill_pb2.ReleaseRequest(handle_id=kv.handle.handle_id, epoch=kv.handle.epoch)
+                self._to_release.put_nowait((kv.handle.address, release))
 
     @staticmethod
     def _submission(answer: Answer, attach_id: str, slot: int, kv: _HeldKv | None) -> decode_pb2.SubmitRequest:
@@ -236,7 +238,9 @@ class Dispatcher:
             sampling=sampling_to_proto(generation.sampling),
             priority=generation.priority,
         )
-        timeout = min(self._settings.prefill_timeout_s, _left_s(generation))
+        # A worker that hangs leaves decode the time to compute the prompt itself.
+        timeout = min(self._settings.prefill_timeout_s, _left_s(generation) / 2)
+        done: prefill_pb2.RunResponse | None = None
         try:
             done = await _result(stub.Run(request, timeout=timeout, metadata=_metadata(generation)))
         except TokenmillError as error:
@@ -248,6 +252,11 @@ class Dispatcher:
                 reason=error.message,
             )
             return None
+        finally:
+            if done is None:
+                # Its answer may have been on its way when it was given up.
+                release = prefill_pb2.ReleaseRequest(request_id=answer.request_id, epoch=placement.prefill.epoch)
+                self._to_release.put_nowait((placement.prefill.address, release))
         outcome = router_pb2.PrefillDone(cached_tokens=done.cached_tokens, elapsed_ms=done.elapsed_ms)
         self._reports.add(placement.router, router_pb2.Outcome(request_id=answer.request_id, prefill_done=outcome))
         return _HeldKv(done.handle)
@@ -260,15 +269,12 @@ class Dispatcher:
         freed = router_pb2.Freed(cached_tokens=answer.usage.cached_tokens, completion_tokens=answer.completion_tokens)
         self._reports.add(placement.router, router_pb2.Outcome(request_id=answer.request_id, freed=freed))
 
-    async def _release(self, handle: common_pb2.KvHandle) -> None:
-        stub = prefill_pb2_grpc.PrefillStub(self._channels.get(handle.address))
-        request = prefill_pb2.ReleaseRequest(handle_id=handle.handle_id, epoch=handle.epoch)
+    async def _release(self, address: str, request: prefill_pb2.ReleaseRequest) -> None:
+        stub = prefill_pb2_grpc.PrefillStub(self._channels.get(address))
         try:
             await stub.Release(request, timeout=_RELEASE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            self._log.info(
-                "KV was not given back; its lease will end", handle=handle.handle_id, reason=error.code().name
-            )
+            self._log.info("KV was not given back; its lease will end", prefill=address, reason=error.code().name)
 
 
 async def _accepted(call: Awaitable[decode_pb2.SubmitResponse], answer: Answer) -> None:

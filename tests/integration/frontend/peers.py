@@ -292,6 +292,9 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
     def __init__(self) -> None:
         self.ran: list[prefill_pb2.RunRequest] = []
         self.released: list[str] = []
+        """By handle."""
+        self.given_up: list[str] = []
+        """By request."""
         self.refusal: TokenmillError | None = None
         self.delay_s = 0.0
         self.cancelled = 0
@@ -316,7 +319,10 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
         self, request: prefill_pb2.ReleaseRequest, context: Context
     ) -> prefill_pb2.ReleaseResponse:
         assert request.epoch == 7
-        self.released.append(request.handle_id)
+        if request.handle_id:
+            self.released.append(request.handle_id)
+        else:
+            self.given_up.append(request.request_id)
         return prefill_pb2.ReleaseResponse(released=True)
 
 
@@ -336,5 +342,5 @@ async def prefilling(frontend: Frontend, router: ScriptedRouter, model: str) -> 
     add = prefill_pb2_grpc.add_PrefillServicer_to_server
     async with published(frontend, "prefill", lambda server: add(prefill, server), card_of(model)) as (instance, _, _):
         prefill.address = instance.address
-        router.prefill = router_pb2.Target(instance_id=instance.instance_id, address=instance.address)
+        router.prefill = router_pb2.Target(instance_id=instance.instance_id, epoch=7, address=instance.address)
         yield prefill

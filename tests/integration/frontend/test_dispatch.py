@@ -135,6 +135,19 @@ async def test_when_prefill_fails_or_dawdles_decode_computes_the_prompt(
     assert await counted(http, re.escape(name)) == before + 1
 
 
+async def test_a_prefill_worker_that_hangs_leaves_decode_half_of_the_time(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    async with (
+        serving(frontend, ScriptedDecode(answer)) as worker,
+        prefilling(frontend, router, worker.model) as prefill,
+    ):
+        router.targets = [worker]
+        prefill.delay_s = 30.0
+        done = await http.post("/v1/completions", json=asks(worker.model) | {"timeout_s": 0.8})
+    assert done.json()["choices"][0]["text"] == "fine"
+
+
 async def test_a_client_that_hangs_up_during_prefill_cancels_it(
     frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
 ) -> None:
@@ -148,6 +161,8 @@ async def test_a_client_that_hangs_up_during_prefill_cancels_it(
             await http.post("/v1/completions", json=asks(worker.model), timeout=0.2)
         await until(lambda: prefill.cancelled)
         await until(lambda: router.told)
+        # A handle may have been on its way when the client left.
+        await until(lambda: prefill.given_up == [prefill.ran[0].request_id])
     assert worker.requests == []
     assert router.told[0].HasField("freed"), "the router must not think it is still running"
 

@@ -89,17 +89,21 @@ class ReleaseRequest(_message.Message):
 
     HANDLE_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     handle_id: _builtins.str
     epoch: _builtins.int
+    request_id: _builtins.str
+    """Instead of handle_id: the request of a Run that the caller gave up, whose answer may have been on its way then."""
     def __init__(
         self,
         *,
         handle_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handle_id", b"handle_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handle_id", b"handle_id", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,6 +53,14 @@ async def test_a_handle_is_released_once(prefill: Worker) -> None:
     assert not (await prefill.stub.Release(request)).released
 
 
+async def test_a_handle_that_its_caller_did_not_wait_for_is_released_by_its_request(prefill: Worker) -> None:
+    epoch = (await run(prefill)).handle.epoch
+    request = prefill_pb2.ReleaseRequest(request_id="r1", epoch=epoch)
+    assert (await prefill.stub.Release(request)).released
+    assert not prefill.engine.held
+    assert not (await prefill.stub.Release(request)).released
+
+
 async def test_a_handle_of_another_epoch_is_not_this_workers(prefill: Worker) -> None:
     handle = (await run(prefill)).handle
     request = prefill_pb2.ReleaseRequest(handle_id=handle.handle_id, epoch=handle.epoch - 1)
