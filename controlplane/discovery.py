@@ -186,7 +186,9 @@ class Discovery:
         while True:
             was_live = False
             try:
-                await self._session()
+                # A task of its own. A group that one of its tasks ends leaves the task around it counted as cancelled,
+                # and up to Python 3.11.2 the next timeout in that task then cancels it instead of raising.
+                await asyncio.create_task(self._session(), name="session with etcd")
             except* FAILURES as group:
                 was_live, reason = self._live.is_set(), _reason(group)
                 if was_live:
