@@ -24,6 +24,7 @@ from services.frontend.dispatch import Dispatcher
 from services.frontend.generation import Generation, chat_prompt, make_generations
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.models import Models, ServedModel
+from services.frontend.openai_errors import ContextLengthExceeded
 from services.frontend.openai_requests import Options
 from services.frontend.settings import FrontendSettings
 
@@ -114,14 +115,15 @@ class FrontDoor:
     ) -> list[Generation]:
         """A chat, ready to run. Raises `InvalidRequest` and its kin."""
         model = self.models.find(options.model)
-        prompt = await _encode(model, chat_prompt(model, messages, arguments), add_special_tokens=False)
+        text = chat_prompt(model, messages, arguments)
+        prompt = await _encode(model, text, "messages", add_special_tokens=False)
         return self._make(model, options, [prompt], trace_id, "messages")
 
     async def complete(self, options: Options, prompts: Sequence[str | array[int]], trace_id: str) -> list[Generation]:
         """Completions, ready to run. Raises `InvalidRequest` and its kin."""
         model = self.models.find(options.model)
         encoded = [
-            await _encode(model, prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+            await _encode(model, prompt, "prompt", add_special_tokens=True) if isinstance(prompt, str) else prompt
             for prompt in prompts
         ]
         return self._make(model, options, encoded, trace_id, "prompt")
@@ -161,7 +163,14 @@ class FrontDoor:
         )
 
 
-async def _encode(model: ServedModel, text: str, *, add_special_tokens: bool) -> array[int]:
+async def _encode(model: ServedModel, text: str, param: str, *, add_special_tokens: bool) -> array[int]:
+    if len(text) > model.card.max_model_len * model.tokenizer.longest_token:
+        # Not tokenised: that may hold everyone up for seconds.
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {model.card.max_model_len} tokens. However, your {param} has "
+            f"{len(text)} characters, which make more tokens than that. Please shorten it.",
+            param=param,
+        )
     if len(text) <= _LONG_TEXT_CHARS:
         return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)

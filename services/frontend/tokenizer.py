@@ -45,6 +45,8 @@ class Tokenizer:
         self._hf.no_padding()
         self.encodes_with, self._fast = self._verified_fast(tokenizer_json)
         """"fastokens", or "tokenizers (why)"."""
+        self.longest_token = max(map(len, self._hf.get_vocab()), default=0)
+        """In characters as the vocabulary writes them: no token stands for more text than that."""
         table = TokenTable.of(self._hf)
         self._table = table if table is not None and table.matches(self._hf, PROBES) else None
 
@@ -72,9 +74,12 @@ class Tokenizer:
         """Token ids as u32. Chat templates write their special tokens themselves, so they are not added there."""
         ids = array("I")
         if self._fast is not None:
-            ids.frombytes(self._fast.encode_batch_flat([text], add_special_tokens)[0])
-        else:
-            ids.extend(self._hf.encode(text, add_special_tokens=add_special_tokens).ids)
+            try:
+                ids.frombytes(self._fast.encode_batch_flat([text], add_special_tokens)[0])
+                return ids
+            except ValueError:  # its regular expressions run out of stack, over a million spaces for example
+                pass
+        ids.extend(self._hf.encode(text, add_special_tokens=add_special_tokens).ids)
         return ids
 
     def detokenizer(self) -> Detokenizer:

@@ -39,6 +39,19 @@ def test_a_tokenizer_that_fastokens_cannot_load_is_served_by_tokenizers() -> Non
     assert tokenizer.detokenizer().feed([1]) == "hello"
 
 
+def test_what_the_fast_encoder_gives_up_on_is_encoded_all_the_same() -> None:
+    source = HfTokenizer(models.BPE({byte: i for i, byte in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    bytes_of_it = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    source.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_of_it])
+    tokenizer = Tokenizer(source.to_str())
+    assert tokenizer.encodes_with == "fastokens"
+    assert len(tokenizer.encode(" " * 1_000_000, add_special_tokens=False)) == 1_000_000
+
+
+def test_the_longest_token_is_known() -> None:
+    assert BUILTIN.longest_token == max(len(piece) for piece in REFERENCE.get_vocab())
+
+
 def test_a_token_has_its_own_bytes_also_where_they_are_part_of_a_character() -> None:
     ids = BUILTIN.encode("👋", add_special_tokens=False)
     assert b"".join(map(BUILTIN.token_bytes, ids)) == "👋".encode()
