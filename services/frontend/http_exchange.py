@@ -58,6 +58,11 @@ class Exchange:
         announced = self.header(b"content-length")
         if announced.isdigit() and int(announced) > max_bytes:
             raise _too_large(max_bytes)
+        if self.header(b"upgrade"):
+            # The parser takes what follows such a head for the other protocol, so the body is lost.
+            raise InvalidRequest(
+                "this server speaks HTTP/1.1 only; send the request without the header Upgrade", param="upgrade"
+            )
         encoding = self.header(b"content-encoding")
         if encoding not in ("", "identity"):
             raise InvalidRequest(

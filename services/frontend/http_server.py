@@ -23,7 +23,6 @@ __all__ = ["CONNECTION", "Connection", "HttpServer"]
 
 CONNECTION = "tokenmill.connection"
 """Key of the `Connection` in an ASGI scope's extensions."""
-_KEEP_ALIVE_S = 75
 _CLOSE_TIMEOUT_S = 1.0
 
 
@@ -38,6 +37,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._max_head_bytes = max_head_bytes
         self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
         self._in_head = True
         self.on_writable: Callable[[], None] | None = None
         """Called when a client that was slow has read enough to be written to again, or is gone."""
@@ -54,15 +54,15 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client that says nothing is not kept for ever."""
         super().connection_made(transport)  # type: ignore[arg-type]  # uvicorn's is narrower
-        self._wait_for_more()
+        self._await_head()
 
     def data_received(self, data: bytes) -> None:
         """Counts the bytes of an unfinished head, since one endless header never reaches a callback."""
         super().data_received(data)
+        if self.parser is not None and (self.cycle is None or self.cycle.response_complete):
+            self._await_head()
         if not self._in_head:
             return
-        if self.timeout_keep_alive_task is None and self.parser is not None:
-            self._wait_for_more()
         self._head_bytes += len(data)
         if self._head_bytes > self._max_head_bytes and not self.transport.is_closing():
             self._refuse(_HeadTooLarge(f"the request's line and headers are over {self._max_head_bytes} bytes"))
@@ -76,6 +76,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Makes the request known to the app."""
         self._in_head = False
+        self._stop_awaiting_head()
         self.scope["extensions"] = {CONNECTION: self}  # type: ignore[dict-item]  # ours, not ASGI's
         super().on_headers_complete()
 
@@ -87,6 +88,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
+        self._stop_awaiting_head()
         super().connection_lost(exc)
         if self.on_writable is not None:
             self.on_writable()
@@ -95,8 +97,15 @@ class Connection(HttpToolsProtocol):
         """What was received is not HTTP."""
         self._refuse(InvalidRequest(msg))
 
-    def _wait_for_more(self) -> None:
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+    def _await_head(self) -> None:
+        """The next head must be complete in time, counted from its first byte: uvicorn begins anew with each byte."""
+        if self._head_timer is None and self.timeout_keep_alive_task is None:
+            self._head_timer = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def _stop_awaiting_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def _refuse(self, error: TokenmillError) -> None:
         body = error_body(error)
@@ -109,12 +118,13 @@ class Connection(HttpToolsProtocol):
 
 
 class HttpServer:
-    """Listens from `start` to `stop`."""
+    """Listens from `start` to `stop`. A client has `patience_s` for each request's head, and between two requests."""
 
-    def __init__(self, app: Any, *, max_head_bytes: int) -> None:
+    def __init__(self, app: Any, *, max_head_bytes: int, patience_s: float = 75) -> None:
         self._config = uvicorn.Config(
             app, http=HttpToolsProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
-            timeout_keep_alive=_KEEP_ALIVE_S, server_header=False, proxy_headers=False,
+            timeout_keep_alive=patience_s,  # type: ignore[arg-type]  # any number does
+            server_header=False, proxy_headers=False,
         )  # fmt: skip
         self._config.load()
         self._state = ServerState()

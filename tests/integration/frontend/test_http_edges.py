@@ -212,6 +212,11 @@ async def test_health_readiness_and_metrics_have_their_urls(frontend: Frontend, 
     [
         (b"not http at all\r\n\r\n", b"400", b"Invalid HTTP"),
         (b"GET /health HTTP/1.1\r\nx: " + b"y" * 40_000, b"431", b"over 32768 bytes"),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: 2\r\n\r\n{}",
+            b"400",
+            b"without the header Upgrade",
+        ),
         (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 99999999\r\n\r\n", b"413", b"over 16777216 bytes"),
         (b"POST /v1/completions HTTP/1.1\r\ncontent-encoding: gzip\r\ncontent-length: 2\r\n\r\n{}", b"400", b"gzip"),
     ],
