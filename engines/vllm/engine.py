@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import multiprocessing
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from itertools import islice
@@ -204,7 +206,7 @@ class VllmEngine:
         running = RunningRequest(request, sink, recorder, self._on_end)
         kv_transfer = None
         if request.kv is not None:
-            running.kv_outcome, kv_transfer = self._kv_transfer(request.kv)
+            running.kv_outcome, kv_transfer = self._kv_transfer(request.kv, request.prompt_token_ids)
         self._generating[running.internal_id] = running
         try:
             await self._admit(request, sampling_params(request.sampling, kv_transfer), running)
@@ -212,7 +214,7 @@ class VllmEngine:
             self._generating.pop(running.internal_id, None)
             raise
 
-    def _kv_transfer(self, kv: Handle) -> tuple[KvOutcome, dict[str, Any] | None]:
+    def _kv_transfer(self, kv: Handle, prompt: Sequence[int]) -> tuple[KvOutcome, dict[str, Any] | None]:
         """What vLLM needs to read the handle's blocks, and the outcome to assume until the worker reports another."""
         assert self._info is not None
         if self._role is not Role.DECODE or self._info.format.differences(kv.format):
@@ -220,7 +222,8 @@ class VllmEngine:
         try:
             params: dict[str, Any] = msgspec.msgpack.decode(kv.engine_params)
             groups: list[list[int]] = params["remote_block_ids"]
-            if sum(map(len, groups)) != len(kv.digests):
+            # Digests prove that the blocks arrived as they were, not that they are this prompt's.
+            if sum(map(len, groups)) != len(kv.digests) or params.pop("prompt") != _identity(prompt):
                 return KvOutcome.CORRUPT, None
         except (msgspec.DecodeError, KeyError, TypeError):
             return KvOutcome.CORRUPT, None
@@ -249,7 +252,7 @@ class VllmEngine:
             handle_id=held.internal_id,
             tokens=params["remote_num_tokens"],
             cached_tokens=held.cached_tokens,
-            engine_params=msgspec.msgpack.encode(params),
+            engine_params=msgspec.msgpack.encode(params | {"prompt": _identity(request.prompt_token_ids)}),
             digests=tuple(digests),
             # Set by the engine core; processes of one machine share the clock.
             lease_s=max(0.0, params["remote_blocks_expiry_time"] - time.perf_counter()),
@@ -390,3 +393,8 @@ def _kill(processes: list[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def _identity(prompt: Sequence[int]) -> bytes:
+    """Tells this prompt from every other, so that KV of one is never read for another."""
+    return hashlib.sha256(array("I", prompt)).digest()

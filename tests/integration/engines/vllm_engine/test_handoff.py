@@ -91,6 +91,14 @@ async def test_a_handle_that_makes_no_sense_is_not_used(p: Running, d: Running, 
     assert await p.engine.release(kv.handle_id)
 
 
+async def test_kv_of_another_prompt_is_not_used(p: Running, d: Running, alone: dict[str, Alone]) -> None:
+    case = alone["prefix, first"]
+    foreign = await p.handle([case.prompt[0] + 1, *case.prompt[1:]])
+    answer = await d.answer(case.prompt, kv=foreign)
+    assert (answer.tokens, answer.outcome) == (case.answer, KvOutcome.CORRUPT)
+    assert await p.engine.release(foreign.handle_id)
+
+
 async def test_kv_of_another_block_size_is_never_read(p: Running, engines: Engines, alone: dict[str, Alone]) -> None:
     case = alone["prefix, first"]
     async with engines.use(Role.DECODE, block_size=64) as d64:
