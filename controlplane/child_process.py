@@ -30,12 +30,20 @@ def die_with_parent(command: Sequence[str], death_signal: signal.Signals) -> lis
 
 
 def log_tail(log_file: Path, lines: int) -> list[str]:
-    """The last lines of a log that say something, at most `lines`; empty when there is no log."""
+    """The last lines of a log that say something, at most `lines`; empty when there is no log.
+
+    A Go program (etcd, NATS) that panics ends in a long trace; why it did stands before that, so the trace is left out.
+    """
     with contextlib.suppress(FileNotFoundError), log_file.open("rb") as log:
         size = log.seek(0, os.SEEK_END)
         log.seek(max(0, size - 65536))
         said = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-        return said[-lines:]
+        telling = [
+            line
+            for line, next_line in zip(said, [*said[1:], ""], strict=True)
+            if not line.startswith(("\t", "goroutine ")) and not next_line.startswith("\t")
+        ]
+        return telling[-lines:]
     return []
 
 

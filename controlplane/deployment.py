@@ -99,6 +99,10 @@ def running(deployment: str) -> DeploymentState | None:
 
 
 def _base() -> Path:
+    # Not gettempdir() at once: it passes over a folder on a full disk, and what runs there would not be found again.
+    for folder in filter(None, (os.environ.get("TMPDIR"), "/tmp")):
+        if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK):
+            return Path(folder).absolute() / f"tokenmill-{os.getuid()}"
     return Path(tempfile.gettempdir()) / f"tokenmill-{os.getuid()}"
 
 

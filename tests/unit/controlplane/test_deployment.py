@@ -10,7 +10,7 @@ from controlplane.errors import SettingsError, Unavailable
 
 @pytest.fixture(autouse=True)
 def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
 def _state(deployment: str) -> DeploymentState:
@@ -22,6 +22,15 @@ def test_a_running_deployment_is_found_by_name() -> None:
     folder.publish(_state("here"))
     assert running("here") == _state("here")
     assert running("elsewhere") is None
+    folder.remove()
+
+
+def test_a_running_deployment_is_found_where_the_disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder.claim("here")
+    folder.publish(_state("here"))
+    # As Python does when it could not write into TMPDIR.
+    monkeypatch.setattr("tempfile.tempdir", "/var/tmp")
+    assert running("here") == _state("here")
     folder.remove()
 
 
@@ -46,9 +55,8 @@ def test_a_deployment_that_runs_cannot_be_claimed_again() -> None:
 
 
 def test_what_a_dead_supervisor_left_is_removed_by_whoever_finds_it(tmp_path: Path) -> None:
-    program = f"""
-import os, tempfile
-tempfile.tempdir = {str(tmp_path)!r}
+    program = """
+import os
 from controlplane.deployment import DeploymentState, RunFolder
 RunFolder.claim("left").publish(DeploymentState("left", os.getpid(), "e", "n"))
 os._exit(9)
