@@ -34,9 +34,10 @@ def configure_logging(settings: CommonSettings, *, service: str) -> None:
     # Plain tracebacks: the richer ones print local variables, and those may hold a prompt.
     render: list[structlog.typing.Processor] = (
         [
+            _escape_unprintable,
             structlog.dev.ConsoleRenderer(
                 pad_event_to=0, colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-            )
+            ),
         ]
         if human
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_to_json)]
@@ -86,6 +87,14 @@ class RequestIdInterceptor(grpc.aio.ServerInterceptor):
             if key == REQUEST_ID_KEY:
                 structlog.contextvars.bind_contextvars(request_id=value)
         return await continuation(handler_call_details)
+
+
+def _escape_unprintable(logger: Any, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """What a client sent must not drive the terminal that shows the log, nor write lines of its own."""
+    for key, value in event.items():
+        if isinstance(value, str) and key not in ("event", "exception") and not value.isprintable():
+            event[key] = value.encode("unicode_escape").decode()
+    return event
 
 
 def _to_json(event: Any, **_: Any) -> str:
