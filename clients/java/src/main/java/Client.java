@@ -1,13 +1,13 @@
 import com.google.protobuf.Any;
 import com.google.protobuf.InvalidProtocolBufferException;
 import io.grpc.Context;
+import io.grpc.Grpc;
+import io.grpc.InsecureChannelCredentials;
 import io.grpc.ManagedChannel;
 import io.grpc.Metadata;
 import io.grpc.StatusRuntimeException;
-import io.grpc.netty.GrpcSslContexts;
-import io.grpc.netty.NettyChannelBuilder;
+import io.grpc.TlsChannelCredentials;
 import io.grpc.stub.MetadataUtils;
-import io.netty.handler.ssl.SslContextBuilder;
 import java.io.File;
 import java.io.IOException;
 import java.util.ArrayList;
@@ -112,15 +112,14 @@ public final class Client {
   }
 
   private static ManagedChannel connect(Options given) throws IOException {
-    NettyChannelBuilder builder = NettyChannelBuilder.forTarget(given.address);
     if (!given.tls) {
-      return builder.usePlaintext().build();
+      return Grpc.newChannelBuilder(given.address, InsecureChannelCredentials.create()).build();
     }
-    SslContextBuilder trust = GrpcSslContexts.forClient();
+    TlsChannelCredentials.Builder trust = TlsChannelCredentials.newBuilder();
     if (given.ca != null) {
       trust.trustManager(new File(given.ca));
     }
-    return builder.sslContext(trust.build()).build();
+    return Grpc.newChannelBuilder(given.address, trust.build()).build();
   }
 
   private static void listModels(InferenceBlockingStub inference) {
