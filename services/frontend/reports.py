@@ -42,10 +42,14 @@ class Reports:
             await self._some.wait()
             await asyncio.sleep(_GATHER_S)
             self._some.clear()
-            waiting, self._waiting = self._waiting, {}
-            async with asyncio.TaskGroup() as tasks:
-                for router, outcomes in waiting.items():
-                    tasks.create_task(self._send(router, outcomes))
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Sends what waits now."""
+        waiting, self._waiting = self._waiting, {}
+        async with asyncio.TaskGroup() as tasks:
+            for router, outcomes in waiting.items():
+                tasks.create_task(self._send(router, outcomes))
 
     async def _send(self, router: str, outcomes: list[router_pb2.Outcome]) -> None:
         stub = router_pb2_grpc.RouterStub(self._channels.get(router))

@@ -38,6 +38,7 @@ class FrontendService:
         self._inference = InferenceServicer()
         self._door: FrontDoor | None = None
         self._http: HttpServer | None = None
+        self._reports: Reports | None = None
         self._unfollow: Callable[[], None] = lambda: None
         self._log = get_logger(__name__)
 
@@ -52,7 +53,7 @@ class FrontendService:
         metrics = FrontendMetrics(host.registry)
         seed = await discovery.deployment_seed()
         streams = DecodeStreams(host.channels, settings.min_flush_ms, metrics)
-        reports = Reports(host.channels)
+        reports = self._reports = Reports(host.channels)
         models = Models(discovery, seed, streams.is_open)
         streams.on_change = models.look_again
         dispatcher = Dispatcher(settings, discovery, seed, host.channels, models, streams, reports, metrics)
@@ -90,10 +91,12 @@ class FrontendService:
             self._log.warning("answers are cut off by the end of the drain", answers=left)
 
     async def stop(self) -> None:
-        """Ends every connection."""
+        """Ends every connection, and tells the routers of the last answers."""
         self._unfollow()
         if self._http is not None:
             await self._http.stop()
+        if self._reports is not None:
+            await self._reports.flush()  # else routers would believe for long that the last answers still run
 
     def failed(self) -> str | None:
         """A frontend has nothing that breaks by itself."""

@@ -14,7 +14,16 @@ import httpx
 import pytest
 
 from controlplane.errors import InvalidRequest
-from tests.integration.frontend.peers import Frontend, Live, ScriptedDecode, ids, running_frontend, serving, until
+from tests.integration.frontend.peers import (
+    Frontend,
+    Live,
+    ScriptedDecode,
+    ids,
+    routing,
+    running_frontend,
+    serving,
+    until,
+)
 from tokenmill.common.v1 import common_pb2
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -291,10 +300,12 @@ async def test_a_drain_refuses_the_new_finishes_the_old_and_then_the_process_end
 
     with running_frontend(etcd, nats, tmp_path / "log") as frontend:
         async with (
+            routing(frontend) as router,
             serving(frontend, ScriptedDecode(wait)) as worker,
             httpx.AsyncClient(base_url=frontend.url) as http,
             asyncio.TaskGroup() as tasks,
         ):
+            router.targets = [worker]
             old = tasks.create_task(http.post("/v1/completions", json={"model": worker.model, "prompt": "x"}))
             await until(lambda: worker.requests)
             frontend.process.send_signal(signal.SIGTERM)
@@ -306,4 +317,5 @@ async def test_a_drain_refuses_the_new_finishes_the_old_and_then_the_process_end
             go_on.set()
             assert (await old).json()["choices"][0]["text"] == "ab"
             assert await asyncio.to_thread(frontend.process.wait, 20) == 0
+            assert [outcome.WhichOneof("outcome") for outcome in router.told] == ["first_token", "freed"]
         assert "hello" not in (tmp_path / "log").read_text(), "logs never have prompts or answers"
