@@ -4,7 +4,7 @@
 # ARGS="..."  more for `up` and `bench`
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test test-containers lint protos docs bench
+.PHONY: help setup up test test-containers test-clients lint protos descriptors docs bench
 
 VENV := .venv/bin
 ENGINE ?= auto
@@ -30,13 +30,16 @@ test: .venv/.ready ## every test, real etcd, NATS, NIXL and vLLM included
 	echo "== unit and integration"; \
 	$(VENV)/pytest -q -m "not vllm" -n auto --maxprocesses 8 tests/unit tests/integration || status=1; \
 	echo "== end to end"; \
-	$(VENV)/pytest -q -m "not vllm" tests/e2e || status=1; \
+	$(VENV)/pytest -q -m "not vllm and not toolchain" tests/e2e tests/clients || status=1; \
 	echo "== real model on vLLM"; \
 	$(VENV)/pytest -q -m vllm || status=1; \
 	exit $$status
 
 test-containers: .venv/.ready ## the suite from its images, on Docker; sets an engine up where there is none
 	@$(VENV)/pytest -q tests/containers
+
+test-clients: .venv/.ready ## the clients of five languages against the suite; skips those whose tools are missing
+	@$(VENV)/pytest -q -rs tests/clients
 
 lint: .venv/.ready ## ruff, mypy and whether generated code and pages are fresh
 	@$(VENV)/ruff check .
@@ -47,6 +50,9 @@ lint: .venv/.ready ## ruff, mypy and whether generated code and pages are fresh
 
 protos: .venv/.ready ## generate the Python code of protos/
 	@$(VENV)/python scripts/protos.py
+
+descriptors: .venv/.ready ## dist/tokenmill.binpb: all protos in one file, for grpcurl, buf and other tools
+	@$(VENV)/python scripts/protos.py --descriptors dist/tokenmill.binpb
 
 docs: .venv/.ready ## write the pages of settings and metrics
 	@$(VENV)/python scripts/docs.py

@@ -1,4 +1,7 @@
-"""Generates the Python code of protos/. The same protos and the pinned tools give the same bytes everywhere."""
+"""Generates the Python code of protos/, or one file that describes them all to any language.
+
+The same protos and the pinned tools give the same bytes everywhere.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["generate", "stale"]
+__all__ = ["generate", "stale", "write_descriptors"]
 
 PROTOS = Path(__file__).resolve().parent.parent / "protos"
 GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
@@ -18,7 +21,12 @@ def main() -> None:
     """Writes the generated code into protos/; with --check only says what is stale, and fails if anything is."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail when something is stale")
-    check = parser.parse_args().check
+    parser.add_argument("--descriptors", type=Path, metavar="FILE", help="only write the descriptor set of all protos")
+    arguments = parser.parse_args()
+    if arguments.descriptors:
+        write_descriptors(arguments.descriptors)
+        return
+    check = arguments.check
     fresh = generate()
     names = stale(fresh)
     if check and names:
@@ -43,6 +51,16 @@ def generate() -> dict[str, bytes]:
         return _generated(Path(folder))
 
 
+def write_descriptors(dest: Path) -> None:
+    """Writes a FileDescriptorSet of every proto with its imports and comments."""
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    command = [
+        sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTOS}", f"--descriptor_set_out={dest.resolve()}",
+        "--include_imports", "--include_source_info", *_names(),
+    ]  # fmt: skip
+    subprocess.run(command, cwd=PROTOS, check=True, timeout=120)
+
+
 def _run_protoc(dest: Path) -> None:
     scripts = Path(sys.executable).parent
     command = [
@@ -50,9 +68,13 @@ def _run_protoc(dest: Path) -> None:
         f"--python_out={dest}", f"--grpc_python_out={dest}",
         f"--plugin=protoc-gen-mypy={scripts / 'protoc-gen-mypy'}", f"--mypy_out=quiet:{dest}",
         f"--plugin=protoc-gen-mypy_grpc={scripts / 'protoc-gen-mypy_grpc'}", f"--mypy_grpc_out=quiet,only_async:{dest}",
-        *sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto")),
+        *_names(),
     ]  # fmt: skip
     subprocess.run(command, cwd=PROTOS, check=True, timeout=120)
+
+
+def _names() -> list[str]:
+    return sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
 
 
 def _generated(folder: Path) -> dict[str, bytes]:
