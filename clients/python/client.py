@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc
 from google.rpc import status_pb2
+
 from tokenmill.common.v1 import common_pb2
 from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
