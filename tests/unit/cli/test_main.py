@@ -28,6 +28,11 @@ def test_wrong_settings_have_an_exit_code_of_their_own(capsys: pytest.CaptureFix
     assert "up.decode" in capsys.readouterr().err
 
 
+def test_up_refuses_tls_instead_of_waiting_for_an_answer_in_clear_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--engine", "sim", "--tls-cert", "tls.crt", "--tls-key", "tls.key"]) == 2
+    assert "tls_cert is for a frontend by itself" in capsys.readouterr().err
+
+
 def test_the_router_command_imports_no_engine() -> None:
     program = (
         "import sys, cli.main, contextlib\nwith contextlib.suppress(SystemExit): cli.main.main(['router', '--help'])\n"
