@@ -154,7 +154,9 @@ async def test_a_second_signal_cuts_the_drain_short(etcd: str, nats: str, deploy
         stub.process.send_signal(signal.SIGINT)
         await until(lambda: stub.is_in(State.DRAINING))
         stub.process.send_signal(signal.SIGINT)
-        assert await stub.ended() == (130, "drain\nstop\n")
+        code, said = await stub.ended()
+        # DRAINING is public before the service is told to drain; the signal may fall between the two.
+        assert (code, said.removeprefix("drain\n")) == (130, "stop\n")
         await until(lambda: stub.instance is None)
 
 
