@@ -24,7 +24,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     """Built, and not started: `up` it."""
     with running_engine():
         project = Project("tokenmill-test", "sim", tmp_path_factory.mktemp("project"), {})
-        wanted = project.config()["services"]
+        wanted = project.config("monitoring")["services"]
         bases = {service["build"]["args"]["PYTHON_IMAGE"] for service in wanted.values() if "build" in service}
         stand_ins.provide([*bases, *(service["image"] for service in wanted.values() if "build" not in service)])
         project.build()

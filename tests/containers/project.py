@@ -63,9 +63,9 @@ class Project:
         assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
         return done.stdout
 
-    def config(self) -> dict[str, Any]:
-        """The project as Compose reads it."""
-        return dict(json.loads(self.compose("config", "--format", "json")))
+    def config(self, profile: str) -> dict[str, Any]:
+        """The project as Compose reads it, with another profile beside its own."""
+        return dict(json.loads(self.compose("--profile", profile, "config", "--format", "json")))
 
     def build(self) -> None:
         """Every image of the profile."""
@@ -73,12 +73,19 @@ class Project:
 
     def up(self, *, decode: int = 1) -> None:
         """Returns when all are healthy. With all of them so already, at once."""
+        # To Compose one that was unhealthy when last asked, as after a pause, is a failure.
+        until(lambda: not self._unhealthy(), "no container is unhealthy")
         scale = f"decode-{self.profile}={decode}"
         self.compose("up", "--wait", "--wait-timeout", str(_UP_TIMEOUT_S), "--no-build", "--scale", scale)
 
     def containers(self, service: str) -> list[str]:
         """Ids of a service's running containers."""
         return self.compose("ps", "--quiet", service).split()
+
+    def _unhealthy(self) -> str:
+        return docker(
+            "ps", "--quiet", "--filter", "health=unhealthy", "--filter", f"label=com.docker.compose.project={self.name}"
+        )
 
     def metric(self, container: str, name: str, **labels: str) -> float:
         """Sum of a metric's samples that have these labels, as the container shows them; 0 when there are none."""

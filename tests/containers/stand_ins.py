@@ -84,8 +84,9 @@ def _prometheus(image: str) -> None:
     provide([base])
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["dpkg", "-x", package, folder], check=True, timeout=120)
-        container = docker("create", base).strip()
+        container = docker("create", base, "install", "-d", "-o", "nobody", "/prometheus").strip()
         try:
+            docker("start", "--attach", container)
             for program in ("prometheus", "promtool"):
                 docker("cp", f"{folder}/usr/bin/{program}", f"{container}:/bin/{program}")
             changes = ('ENTRYPOINT ["/bin/prometheus"]', "CMD []", "USER 65534", "WORKDIR /prometheus")

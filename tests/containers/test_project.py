@@ -18,6 +18,7 @@ from tests.containers.engine import docker, inspect
 from tests.containers.project import Answer, Project, until
 from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
+DECODE = "decode-sim"
 STREAMS = 6
 LONG = 400
 """Tokens; some seconds of a simulated answer."""
@@ -28,12 +29,14 @@ def _prompt(number: int) -> str:
     return f"Chapter {number}. " + "It was a dark and stormy night. " * 30
 
 
-def _all_ready(project: Project, decode: int) -> None:
-    def ready() -> bool:
-        states = [(one["service"], one["state"]) for one in project.instances()]
-        return len(states) == decode + 3 and {state for _, state in states} == {"ready"}
+def _all_ready(project: Project, decode: int, *, without: str = "") -> float:
+    """Seconds until every instance is ready and no other is left, least of all the one with this id."""
 
-    until(ready, f"{decode + 3} instances are ready and no other is left")
+    def ready() -> bool:
+        found = {one["instance_id"]: one["state"] for one in project.instances()}
+        return len(found) == decode + 3 and set(found.values()) == {"ready"} and without not in found
+
+    return until(ready, f"{decode + 3} instances are ready and no other is left")
 
 
 @pytest.fixture
@@ -64,7 +67,7 @@ def test_one_command_starts_it_and_one_stops_it(project: Project, figures: dict[
 
 def test_answers_over_http_and_grpc_are_the_same_and_kv_travels_between_containers(project: Project) -> None:
     project.up()
-    (decode,) = project.containers("decode-sim")
+    (decode,) = project.containers(DECODE)
     read_before = project.metric(decode, "tokenmill_kv_handoffs_total", outcome="read")
     prompts = [_prompt(number) for number in range(3)]
 
@@ -86,7 +89,7 @@ def _generate(stub: inference_pb2_grpc.InferenceStub, prompt: str) -> str:
 
 
 def test_scaled_workers_are_found_and_share_the_work(three: Project) -> None:
-    workers = three.containers("decode-sim")
+    workers = three.containers(DECODE)
     assert len(workers) == 3
     _ask_all(three, range(100, 124))
     for worker in workers:
@@ -96,27 +99,33 @@ def test_scaled_workers_are_found_and_share_the_work(three: Project) -> None:
 def test_a_worker_killed_in_mid_stream_costs_no_other_answer_and_comes_back(
     three: Project, figures: dict[str, str]
 ) -> None:
-    worker = _disturbed(three, _crash)
-    until(lambda: _running(worker), "the container is started again")
-    figures["killed worker ready again after"] = f"{_until_all_ready(three):.1f} s"
+    worker = three.containers(DECODE)[0]
+    (before,) = (one["instance_id"] for one in three.instances() if one["host"] == worker[:12])
+    _disturbed(three, lambda: _crash(worker))
+    figures["killed worker ready again after"] = f"{_all_ready(three, 3, without=before):.1f} s"
     assert inspect(worker)["RestartCount"] == 1
     _ask_all(three, range(STREAMS))
 
 
 def test_a_worker_that_is_paused_costs_no_later_answer_and_comes_back(three: Project, figures: dict[str, str]) -> None:
-    worker = _disturbed(three, lambda container: docker("pause", container))
-    docker("unpause", worker)
-    figures["paused worker ready again after"] = f"{_until_all_ready(three):.1f} s"
+    worker = three.containers(DECODE)[0]
+    try:
+        _disturbed(three, lambda: docker("pause", worker))
+    finally:
+        docker("unpause", worker)
+    figures["paused worker ready again after"] = f"{_all_ready(three, 3):.1f} s"
     _ask_all(three, range(STREAMS))
 
 
 def test_a_worker_cut_off_the_network_costs_no_later_answer_and_comes_back(
     three: Project, figures: dict[str, str]
 ) -> None:
-    network = f"{three.name}_default"
-    worker = _disturbed(three, lambda container: docker("network", "disconnect", network, container))
-    docker("network", "connect", network, worker)
-    figures["cut off worker ready again after"] = f"{_until_all_ready(three):.1f} s"
+    network, worker = f"{three.name}_default", three.containers(DECODE)[0]
+    try:
+        _disturbed(three, lambda: docker("network", "disconnect", network, worker))
+    finally:
+        docker("network", "connect", network, worker)
+    figures["cut off worker ready again after"] = f"{_all_ready(three, 3):.1f} s"
     _ask_all(three, range(STREAMS))
 
 
@@ -130,7 +139,7 @@ def test_answers_go_on_while_a_server_restarts(three: Project, server: str) -> N
         restart.result()
         assert _ask_all(three, range(STREAMS)) == expected  # while it is away
         three.compose("start", server)
-    _until_all_ready(three)
+    _all_ready(three, 3)
     metric, good = {"etcd": ("tokenmill_discovery_stale", 0.0), "nats": ("tokenmill_bus_connected", 1.0)}[server]
     for service in ("frontend", "router", "prefill-sim", "decode-sim"):
         for container in three.containers(service):
@@ -161,15 +170,14 @@ def _ask_all(project: Project, numbers: range) -> list[str]:
         return list(pool.map(lambda number: project.ask(_prompt(number)), numbers))
 
 
-def _disturbed(project: Project, disturb: Callable[[str], object]) -> str:
-    """Does something to one of three decode workers while long answers come from all; returns its container.
+def _disturbed(project: Project, disturb: Callable[[], object]) -> None:
+    """Does something to one of three decode workers while long answers come from all.
 
     Answers under way are right, or end in an error after a right beginning, and only those of that worker do so.
     Requests that come later are all answered.
     """
     expected = [project.ask(_prompt(number), tokens=LONG) for number in range(STREAMS)]
     begun = [threading.Event() for _ in range(STREAMS)]
-    victim = project.containers("decode-sim")[0]
 
     def stream(number: int) -> Answer:
         return project.stream(_prompt(number), tokens=LONG, on_text=begun[number].set)
@@ -177,7 +185,7 @@ def _disturbed(project: Project, disturb: Callable[[str], object]) -> str:
     with ThreadPoolExecutor(STREAMS) as pool:
         streams = [pool.submit(stream, number) for number in range(STREAMS)]
         assert all(event.wait(60) for event in begun)
-        disturb(victim)
+        disturb()
         later = _ask_all(project, range(200, 200 + STREAMS))
         answers = [one.result() for one in streams]
 
@@ -186,7 +194,6 @@ def _disturbed(project: Project, disturb: Callable[[str], object]) -> str:
         assert answer.error or answer.text == right
     assert [answer for answer in answers if not answer.error], "other workers' answers went on"
     assert later == _ask_all(project, range(200, 200 + STREAMS))
-    return victim
 
 
 def _crash(container: str) -> None:
@@ -194,15 +201,3 @@ def _crash(container: str) -> None:
     pid = inspect(container)["State"]["Pid"]  # type: ignore[index]
     image = str(inspect(container)["Image"])
     docker("run", "--rm", "--pid=host", "--user=0", "--entrypoint=sh", image, "-c", f"kill -9 {pid}")
-
-
-def _running(container: str) -> bool:
-    state = inspect(container)["State"]
-    assert isinstance(state, dict)
-    return bool(state["Running"])
-
-
-def _until_all_ready(project: Project) -> float:
-    started = time.monotonic()
-    _all_ready(project, 3)
-    return time.monotonic() - started
