@@ -96,7 +96,7 @@ async def test_stopping_ends_every_process_and_takes_its_folder_along(engines: E
     _, answer = await running.begin([5, 6, 7], SamplingParams(max_tokens=900, ignore_eos=True))
     await engines.make_room(2)
     assert answer.last.finish is FinishReason.CANCELLED
-    await eventually(lambda: not any(process.is_running() for process in running.processes), deadline_s=2)
+    await eventually(lambda: not any(process.is_running() for process in running.processes), deadline_s=20)
     assert not directory.exists()
     await running.engine.stop()
 
@@ -117,7 +117,7 @@ async def test_stopping_while_it_starts_leaves_nothing(engines: Engines, model: 
     began = time.monotonic()
     await asyncio.wait([starting], timeout=DEADLINE_S)
     assert starting.cancelled()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15, "it would load for longer"
     await eventually(lambda: not any(process.is_running() for process in processes))
 
 
@@ -145,4 +145,4 @@ async def test_vllm_does_not_outlive_our_process(when: str, engines: Engines, mo
     await eventually(lambda: os.getpgid(ours.pid) not in [os.getpgid(process.pid) for process in processes])
     ours.kill()
     await ours.wait()
-    await eventually(lambda: not any(process.is_running() for process in processes), deadline_s=5)
+    await eventually(lambda: not any(process.is_running() for process in processes), deadline_s=50)

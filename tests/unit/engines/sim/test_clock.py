@@ -28,11 +28,14 @@ async def test_steps_shorter_than_a_timer_add_up() -> None:
 
 async def test_a_small_lag_is_made_up_for_and_rest_is_not() -> None:
     clock = PacedClock(1)
-    clock.rest()
-    time.sleep(0.03)  # noqa: ASYNC251 - the loop is meant to be late
-    start = time.monotonic()
-    await clock.let_pass(0.02)
-    assert time.monotonic() - start < 0.01
+    took_s = []
+    for _ in range(10):  # the machine itself may be late in some
+        clock.rest()
+        time.sleep(0.03)  # noqa: ASYNC251 - the loop is meant to be late
+        start = time.monotonic()
+        await clock.let_pass(0.02)
+        took_s.append(time.monotonic() - start)
+    assert min(took_s) < 0.01
     time.sleep(0.03)  # noqa: ASYNC251
     clock.rest()
     start = time.monotonic()
