@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -24,8 +25,12 @@ def model() -> Path:
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def engines(model: Path) -> AsyncIterator[Engines]:
     engines = Engines(model)
+    before = dict(os.environ)
     yield engines
     await engines.make_room(2)
+    # Engines set variables for their process, which here goes on with other tests and the processes they start.
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest_asyncio.fixture(loop_scope="package")

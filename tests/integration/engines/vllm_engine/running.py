@@ -35,7 +35,7 @@ START_DEADLINE_S = 240.0
 """An engine takes 25 s to start on two idle cores, minutes on busy ones."""
 
 
-async def eventually(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
+async def eventually(condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
     """Waits until `condition` holds."""
     async with asyncio.timeout(deadline_s):
         while not condition():  # noqa: ASYNC110 - some conditions are in other processes
