@@ -198,4 +198,4 @@ def _as_this_machine_fetches(folder: Path) -> dict[str, str]:
     if index:
         lines.append(f"index-url = {index}")
     (folder / "pip.conf").write_text("\n".join(lines) + "\n")
-    return {"PIP_CONF": str(folder / "pip.conf"), "EXTRA_CA": certificates or "/dev/null"}
+    return {"PIP_CONF": str(folder / "pip.conf"), "EXTRA_CA": certificates or os.devnull}

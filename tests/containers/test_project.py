@@ -154,10 +154,10 @@ def test_prometheus_finds_every_container(three: Project) -> None:
 
         def found() -> int:
             try:
-                answer = httpx.get(url, params={"query": 'up{job="tokenmill"} == 1'}, trust_env=False).json()
+                answer = httpx.get(url, params={"query": 'up{job="tokenmill"} == 1'}, trust_env=False)
             except httpx.TransportError:
                 return 0
-            return len(answer["data"]["result"])
+            return len(answer.json()["data"]["result"]) if answer.is_success else 0
 
         until(lambda: found() == 6, "frontend, router, a prefill and three decode workers are scraped")
     finally:
