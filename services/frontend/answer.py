@@ -1,8 +1,14 @@
-"""One answer as it comes: tokens in, text out. The hot path; nothing here awaits."""
+"""One answer as it comes: tokens in, text out. The hot path; nothing here awaits.
+
+It outlives its workers. Text, stop strings and counts stand here, so when one worker is lost and another goes on, the
+client sees neither. Usage: prompt tokens are the client's prompt, completion tokens all that came, whoever made them;
+cached and remote tokens are the last worker's, of the client's prompt.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -31,23 +37,29 @@ class Listener(Protocol):
     def on_end(self, index: int, reason: FinishReason, usage: Usage) -> None:
         """After the last output. Not called for an answer that fails."""
 
-    def on_restart(self, index: int) -> bool:
-        """Forgets the answer so far, to be told it from the beginning. False: some of it has left already."""
+    def sent(self, index: int) -> bool:
+        """Whether any of it has left already."""
+
+    def on_restart(self, index: int) -> None:
+        """Forgets the answer so far, to be told it from the beginning. Only while nothing of it was sent."""
 
 
 class Answer:
     """Owns what is known of one answer. The decode stream feeds it, the dispatcher awaits `ended`."""
 
     __slots__ = (
-        "_beginnings",
+        "_asked",
+        "_attempts",
+        "_began_at",
         "_detokenizer",
+        "_emitted",
         "_end_token_ids",
         "_last_at",
         "_listener",
         "_metrics",
-        "_started_at",
         "_stopped",
         "_stops",
+        "carried",
         "completion_tokens",
         "ended",
         "generation",
@@ -60,12 +72,20 @@ class Answer:
     )
 
     ended: asyncio.Future[None]
-    """Done when the answer is complete, or with the error that ended it."""
+    """Done when the answer is complete, or with the error that ended this worker's part of it."""
+    generation: Generation
+    """What the worker is asked for: what the client asked for, or what is left of it."""
+    carried: int
+    """Tokens that earlier workers made."""
+    ttft_s: float | None
+    """Time to the present worker's first token, once it has come."""
+    _emitted: array[int]
+    """All tokens that came, those with text held back included."""
     _detokenizer: Detokenizer
     _stops: StopStrings | None
 
     def __init__(self, generation: Generation, index: int, listener: Listener, metrics: FrontendMetrics) -> None:
-        self.generation = generation
+        self._asked = generation
         self.index = index
         self._listener = listener
         self._metrics = metrics
@@ -74,31 +94,51 @@ class Answer:
         self.on_first_token: Callable[[], None] = lambda: None
         eos = () if generation.sampling.ignore_eos else generation.model.card.eos_token_ids
         self._end_token_ids = frozenset((*generation.sampling.stop_token_ids, *eos))
-        self._started_at = asyncio.get_running_loop().time()
+        self._began_at = asyncio.get_running_loop().time()
         self.request_id = generation.request_id
-        """Names it on the workers. Another one for every beginning: what is late must not meet what is new."""
-        self._beginnings = 0
+        """Names it on the workers. Another one for every attempt: what is late must not meet what is new."""
+        self._attempts = 0
         self._begin()
 
-    def restart(self) -> bool:
-        """Begins anew, for another worker. False: the client has some of it already."""
-        if not self._listener.on_restart(self.index):
-            return False
+    @property
+    def emitted(self) -> int:
+        """Tokens that came, whether or not their text is out."""
+        return len(self._emitted)
+
+    @property
+    def sent(self) -> bool:
+        """Whether the client has any of it."""
+        return self._listener.sent(self.index)
+
+    def restart(self) -> None:
+        """Begins anew, for another worker. Only while nothing of it was sent."""
+        self._listener.on_restart(self.index)
         self._begin()
-        return True
+
+    def resume(self) -> None:
+        """Goes on after the tokens that came, for another worker."""
+        self.carried = len(self._emitted)
+        self.generation = self._asked.after(self._emitted)
+        self._began_at = asyncio.get_running_loop().time()
+        self._attempt()
 
     def _begin(self) -> None:
-        generation = self.generation
-        self._beginnings += 1
-        if self._beginnings > 1:
-            self.request_id = f"{generation.request_id}.{self._beginnings}"
+        self.generation = generation = self._asked
+        self._emitted = array("I")
+        self.carried = 0
         self._detokenizer = generation.model.tokenizer.detokenizer()
         self._stops = StopStrings(generation.stop) if generation.stop else None
         self._stopped = False
         self._last_at = 0.0
-        self.ttft_s: float | None = None
         self.completion_tokens = 0
         self.usage = Usage(len(generation.prompt), 0)
+        self._attempt()
+
+    def _attempt(self) -> None:
+        self._attempts += 1
+        if self._attempts > 1:
+            self.request_id = f"{self._asked.request_id}.{self._attempts}"
+        self.ttft_s = None
         self.ended = asyncio.get_running_loop().create_future()
         # Whoever awaits it may have gone when it fails; that is no news then.
         self.ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
@@ -107,14 +147,16 @@ class Answer:
         """New tokens, in the pass over the message they came in."""
         if self._stopped or self.ended.done():
             return
-        if self.ttft_s is None:
-            self.ttft_s = now - self._started_at
-            self._metrics.ttft.observe(self.ttft_s)
-            self.on_first_token()
-        else:
+        if self._emitted:
             count = len(token_ids)
             self._metrics.itl.observe((now - self._last_at) / count, count)
+        if self.ttft_s is None:
+            self.ttft_s = now - self._began_at
+            if not self._emitted:
+                self._metrics.ttft.observe(self.ttft_s)
+            self.on_first_token()
         self._last_at = now
+        self._emitted.extend(token_ids)
         if self._stops is not None:
             self._take_until_stop(token_ids, logprobs)
             return
@@ -126,12 +168,9 @@ class Answer:
         if self.ended.done():
             return
         if finished.HasField("usage"):
-            usage = finished.usage
-            if not self._stopped:  # a stop string's own count is the smaller and the right one
-                self.completion_tokens = usage.completion_tokens
-            self.usage = Usage(
-                len(self.generation.prompt), self.completion_tokens, usage.cached_tokens, usage.remote_tokens
-            )
+            prompt = len(self._asked.prompt)
+            cached, remote = finished.usage.cached_tokens, finished.usage.remote_tokens
+            self.usage = Usage(prompt, self.completion_tokens, min(cached, prompt), min(remote, prompt))
         if self._stopped:
             self._end(FinishReason.STOP)
         elif finished.reason == common_pb2.FINISH_REASON_ERROR:
@@ -142,13 +181,21 @@ class Answer:
             self._finish_text(FinishReason(finished.reason))
 
     def fail(self, error: TokenmillError) -> None:
-        """It cannot go on, unless a stop string has ended it already and only the worker's last word was missing."""
+        """This worker will not go on with it; no matter if all of it has come and only the last word is missing."""
         if self.ended.done():
             return
         if self._stopped:
             self._end(FinishReason.STOP)
+        elif (reason := self._reason_to_end()) is not None:
+            self._finish_text(reason)
         else:
             self.ended.set_exception(error)
+
+    def _reason_to_end(self) -> FinishReason | None:
+        """Why no token can follow those that came, if so."""
+        if self._emitted and self._emitted[-1] in self._end_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self._emitted) >= self._asked.most_tokens else None
 
     def _take_until_stop(self, token_ids: Sequence[int], logprobs: Logprobs) -> None:
         """Token by token, so that usage counts exactly those the text needed."""
@@ -157,7 +204,7 @@ class Answer:
         for count, token_id in enumerate(token_ids, 1):
             self.completion_tokens += 1
             new = self._text_of((token_id,))
-            if self.completion_tokens > self.generation.sampling.min_tokens:
+            if self.completion_tokens > self._asked.sampling.min_tokens:
                 new, self._stopped = self._stops.feed(new)
             text += new
             if self._stopped:

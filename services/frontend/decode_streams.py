@@ -18,6 +18,7 @@ from controlplane.grpc_errors import from_rpc_error
 from controlplane.telemetry import Logger, get_logger
 from services.frontend.answer import Answer
 from services.frontend.metrics import FrontendMetrics
+from services.frontend.migration import FrontendFailed
 from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
 
 __all__ = ["DecodeStream", "DecodeStreams"]
@@ -172,7 +173,8 @@ class DecodeStream:
 
     def _broken(self, slot: int, answer: Answer, error: Exception) -> None:
         self._log.error("answer failed unexpectedly", request_id=answer.request_id, exc_info=error)
-        answer.fail(EngineFailed("internal error; the frontend's log says more"))
+        if not answer.ended.done():
+            answer.ended.set_exception(FrontendFailed("internal error; the frontend's log says more"))
         self.forget(slot, cancel=True)
 
 

@@ -4,8 +4,8 @@
     prefill  Prefill.Run where the router says so; when it fails, decode computes the prompt itself
     decode   Decode.Submit; the answer comes over the worker's Attach stream
 
-A decode worker that refuses or is lost is left out and the answer begins anew elsewhere, as long as nothing of it has
-reached the client. `_may_retry` alone decides that; carrying a half-sent answer to another worker belongs there too.
+A decode worker that refuses or is lost is left out, and the answer goes on or begins anew elsewhere: `migration`
+decides. Where it goes on, its tokens so far are placed, prefilled and submitted as the end of the prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import grpc
 
 from controlplane.channels import Channels
 from controlplane.discovery import Discovery
-from controlplane.errors import Cancelled, DeadlineExceeded, InvalidRequest, Overloaded, TokenmillError, Unavailable
+from controlplane.errors import InvalidRequest, Overloaded, TokenmillError, Unavailable
 from controlplane.grpc_errors import from_rpc_error
 from controlplane.instances import State
 from controlplane.telemetry import get_logger
@@ -27,6 +27,7 @@ from services.frontend.answer import Answer
 from services.frontend.decode_streams import DecodeStreams
 from services.frontend.generation import Generation
 from services.frontend.metrics import FrontendMetrics
+from services.frontend.migration import Move, next_move
 from services.frontend.models import Models
 from services.frontend.reports import Reports
 from services.frontend.sampling import sampling_to_proto
@@ -40,10 +41,7 @@ __all__ = ["Dispatcher"]
 
 T = TypeVar("T")
 
-_ATTEMPTS = 3
 _RELEASE_TIMEOUT_S = 2.0
-_NO_RETRY = (InvalidRequest, DeadlineExceeded, Cancelled)
-"""Another worker would say the same, or nobody waits for the answer any more."""
 
 
 @dataclass(slots=True)
@@ -108,19 +106,16 @@ class Dispatcher:
                 # Nobody is left: what the last one tried said is the better answer.
                 raise refusal or error from None
             try:
-                return await self._attempt(answer, placement)
+                await self._attempt(answer, placement)
             except TokenmillError as error:
+                answer.fail(error)
+                if answer.ended.exception() is None:
+                    return  # all of it had come before
                 excluded.append(placement.decode.instance_id)
-                if not self._may_retry(answer, error, attempts=len(excluded)):
-                    raise
+                self._move(answer, error, left=placement.decode.instance_id, attempts=len(excluded))
                 refusal = error
-                self._metrics.retries.labels(error.code).inc()
-                self._log.warning(
-                    "request begins again on another worker",
-                    request_id=answer.request_id,
-                    left=placement.decode.instance_id,
-                    reason=error.message,
-                )
+            else:
+                return
 
     async def maintain(self) -> None:
         """Gives back KV that nobody will read, until cancelled."""
@@ -129,9 +124,29 @@ class Dispatcher:
                 address, release = await self._to_release.get()
                 tasks.create_task(self._release(address, release), name=f"release KV at {address}")
 
-    def _may_retry(self, answer: Answer, error: TokenmillError, *, attempts: int) -> bool:
-        """Whether the answer begins anew elsewhere. An answer the client has some of ends with the error, for now."""
-        return attempts < _ATTEMPTS and not isinstance(error, _NO_RETRY) and answer.restart()
+    def _move(self, answer: Answer, error: TokenmillError, *, left: str, attempts: int) -> None:
+        """Makes the answer ready for another worker. Raises the error that it ends with where there may be none."""
+        move = next_move(
+            error,
+            answer.generation.sampling,
+            tries_left=self._settings.max_attempts - attempts,
+            emitted=answer.emitted,
+            sent=answer.sent,
+            migration=self._settings.migration,
+        )
+        self._log.warning(
+            f"answer {move.value} on another worker",
+            request_id=answer.request_id,
+            left=left,
+            emitted=answer.emitted,
+            reason=error.message,
+        )
+        if move is Move.RESUME:
+            self._metrics.migrations.labels(error.code).inc()
+            answer.resume()
+        else:
+            self._metrics.retries.labels(error.code).inc()
+            answer.restart()
 
     async def _attempt(self, answer: Answer, placement: _Placement) -> None:
         answer.on_first_token = lambda: self._report_first_token(answer, placement)
@@ -266,7 +281,8 @@ class Dispatcher:
         self._reports.add(placement.router, router_pb2.Outcome(request_id=answer.request_id, first_token=first))
 
     def _report_end(self, answer: Answer, placement: _Placement) -> None:
-        freed = router_pb2.Freed(cached_tokens=answer.usage.cached_tokens, completion_tokens=answer.completion_tokens)
+        made = answer.completion_tokens - answer.carried
+        freed = router_pb2.Freed(cached_tokens=answer.usage.cached_tokens, completion_tokens=made)
         self._reports.add(placement.router, router_pb2.Outcome(request_id=answer.request_id, freed=freed))
 
     async def _release(self, address: str, request: prefill_pb2.ReleaseRequest) -> None:

@@ -38,6 +38,22 @@ class Generation:
         """Of the prompt's full blocks."""
         return hash_blocks(self.prompt, self.model.card.format.block_size, self.model.root, seed)
 
+    @property
+    def most_tokens(self) -> int:
+        """Length at which the answer ends whatever comes."""
+        room = self.model.card.max_model_len - len(self.prompt)
+        return room if self.sampling.max_tokens is None else min(self.sampling.max_tokens, room)
+
+    def after(self, emitted: array[int]) -> Generation:
+        """What is left to do once these tokens are out: they join the prompt, and the budgets shrink by them."""
+        sampling, count = self.sampling, len(emitted)
+        left = replace(
+            sampling,
+            max_tokens=None if sampling.max_tokens is None else sampling.max_tokens - count,
+            min_tokens=max(sampling.min_tokens - count, 0),
+        )
+        return replace(self, prompt=self.prompt + emitted, sampling=left)
+
 
 def chat_prompt(model: ServedModel, messages: Sequence[dict[str, Any]], arguments: dict[str, Any]) -> str:
     """The messages as the model's template writes them. Raises `InvalidRequest`."""

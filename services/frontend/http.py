@@ -207,9 +207,11 @@ class _WholeAnswers:
         self.answers[index].reason = reason
         self.answers[index].usage = usage
 
-    def on_restart(self, index: int) -> bool:
+    def sent(self, index: int) -> bool:
+        return False
+
+    def on_restart(self, index: int) -> None:
         self.answers[index] = WholeAnswer()
-        return True
 
 
 class _StreamedAnswers:
@@ -236,5 +238,8 @@ class _StreamedAnswers:
         self._opened[index] = True
         self._stream.write(opening + self._events.ending(index, reason))
 
-    def on_restart(self, index: int) -> bool:
-        return not self._opened[index]
+    def sent(self, index: int) -> bool:
+        return self._opened[index]
+
+    def on_restart(self, index: int) -> None:
+        """Keeps nothing that was not sent."""

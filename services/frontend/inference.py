@@ -199,11 +199,11 @@ class _Gathered:
         )
         self.some.set()
 
-    def on_restart(self, index: int) -> bool:
-        if self._sent:
-            return False
+    def sent(self, index: int) -> bool:
+        return self._sent
+
+    def on_restart(self, index: int) -> None:
         self._response = inference_pb2.GenerateResponse(request_id=self._id)
-        return True
 
 
 def _options(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest, context: Context) -> Options:

@@ -66,6 +66,9 @@ class FrontendMetrics:
         self.retries = Counter(
             "tokenmill_retries", "Requests begun again on another worker", ["reason"], registry=registry
         )
+        self.migrations = Counter(
+            "tokenmill_migrations", "Answers that went on on another worker", ["reason"], registry=registry
+        )
         self.lost_streams = Counter(
             "tokenmill_decode_streams_lost", "Broken streams to decode workers", registry=registry
         )

@@ -40,6 +40,13 @@ class FrontendSettings:
     schedule_timeout_s: float = setting(
         0.25, "longest wait for the router before a worker is chosen without it, seconds", minimum=0.001
     )
+    max_attempts: int = setting(
+        3, "workers that one answer is tried on, one after another, before it fails", minimum=1, maximum=100
+    )
+    migration: bool = setting(
+        True,
+        "an answer whose worker is lost goes on on another; off: it ends with an error once any of it was sent",
+    )
     client_buffer_kb: int = setting(
         256, "unread output kept for a slow client before its request is cancelled, KiB", minimum=1
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ async def answer(live: Live) -> None:
 
 
 async def break_stream(live: Live) -> None:
-    """As a worker that dies."""
+    """As a worker that dies, once all that it sent has come."""
     live.stream.outgoing.put_nowait(decode_pb2.StepBatch(slots=[1], counts=[]))  # cannot be read: the columns differ
 
 
@@ -246,30 +247,108 @@ async def test_a_worker_lost_before_the_client_has_anything_is_replaced_unnotice
     healthy.model = dying.model
     async with serving(frontend, dying), serving(frontend, healthy):
         router.targets = [dying, healthy]
-        done = await http.post("/v1/completions", json=asks(dying.model, stream=stream))
+        # What came of a seeded answer cannot be gone on from.
+        done = await http.post("/v1/completions", json=asks(dying.model, stream=stream, seed=1))
     assert done.status_code == 200
     assert "fine" in done.text
     assert "never seen" not in done.text
     assert len(dying.requests) == len(healthy.requests) == 1
 
 
-async def test_a_worker_lost_in_the_middle_of_a_stream_ends_it_with_an_error(
+SO_FAR, REST = ids("so far 👋")[:-2], ids("so far 👋")[-2:]
+
+
+async def send_half(live: Live) -> None:
+    """And die within a character."""
+    live.send(SO_FAR)
+    await break_stream(live)
+
+
+async def send_rest(live: Live) -> None:
+    live.send(REST)
+    live.finish(tokens=len(REST))
+
+
+async def test_an_answer_goes_on_where_its_worker_was_lost_with_the_tokens_so_far_as_prompt(
     frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
 ) -> None:
-    async def die(live: Live) -> None:
-        live.send("so far")
-        await asyncio.sleep(0.1)
-        assert dying.server is not None
-        await dying.server.stop(None)
+    before = await counted(http, "tokenmill_migrations_total")
+    dying, healthy = ScriptedDecode(send_half), ScriptedDecode(send_rest)
+    healthy.model = dying.model
+    async with (
+        serving(frontend, dying),
+        serving(frontend, healthy),
+        prefilling(frontend, router, dying.model) as prefill,
+    ):
+        router.targets = [dying, healthy]
+        asked = asks(dying.model, max_tokens=40, min_tokens=len(SO_FAR) + 1, stop=["never"])
+        done = await http.post("/v1/completions", json=asked)
+        assert await counted(http, "tokenmill_migrations_total") == before + 1
+    assert done.json()["choices"][0]["text"] == "so far 👋"
+    usage = done.json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(ids(PROMPT)), len(SO_FAR + REST))
+    assert usage["tokenmill"] == {"remote_tokens": len(ids(PROMPT))}
+    extended = [*ids(PROMPT), *SO_FAR]
+    request = healthy.requests[0].request
+    assert list(request.prompt_token_ids) == list(prefill.ran[1].prompt_token_ids) == extended
+    assert (request.sampling.max_tokens, request.sampling.min_tokens) == (40 - len(SO_FAR), 1)
+    assert request.request_id == f"{dying.requests[0].request.request_id}.2"
+    first, second = router.asked
+    assert (list(second.excluded_instances), second.prompt_tokens) == ([dying.instance_id], len(extended))
+    full_blocks = len(ids(PROMPT)) // 16
+    assert list(second.block_hashes[:full_blocks]) == list(first.block_hashes)
+    assert len(second.block_hashes) == len(extended) // 16
 
-    dying, healthy = ScriptedDecode(die), ScriptedDecode(answer)
+
+async def test_a_seeded_stream_whose_worker_is_lost_ends_with_an_error_that_says_why(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    dying, healthy = ScriptedDecode(send_half), ScriptedDecode(send_rest)
     healthy.model = dying.model
     async with serving(frontend, dying), serving(frontend, healthy):
         router.targets = [dying, healthy]
-        done = await http.post("/v1/completions", json=asks(dying.model, stream=True))
+        done = await http.post("/v1/completions", json=asks(dying.model, stream=True, seed=1))
+    assert "so far" in done.text
+    assert "an answer with seed cannot go on exactly on another worker" in done.text
+    assert healthy.requests == []
+
+
+async def test_an_answer_that_lacks_only_its_workers_last_word_is_complete(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    dying, healthy = ScriptedDecode(send_half), ScriptedDecode(send_rest)
+    healthy.model = dying.model
+    async with serving(frontend, dying), serving(frontend, healthy):
+        router.targets = [dying, healthy]
+        done = await http.post("/v1/completions", json=asks(dying.model, max_tokens=len(SO_FAR)))
+    assert done.json()["choices"][0]["finish_reason"] == "length"
+    assert done.json()["usage"]["completion_tokens"] == len(SO_FAR)
+    assert healthy.requests == []
+
+
+async def test_no_more_workers_are_tried_than_is_allowed(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    workers = [ScriptedDecode(send_half) for _ in range(4)]
+    async with AsyncExitStack() as stack:
+        for worker in workers:
+            worker.model = workers[0].model
+            await stack.enter_async_context(serving(frontend, worker))
+        router.targets = workers
+        done = await http.post("/v1/completions", json=asks(workers[0].model))
+    assert done.status_code == 503
+    assert [len(worker.requests) for worker in workers] == [1, 1, 1, 0]
+
+
+async def test_with_migration_off_a_stream_whose_worker_is_lost_ends_with_an_error(
+    etcd: str, nats: str, tmp_path: Path
+) -> None:
+    with running_frontend(etcd, nats, tmp_path / "log", "--no-migration") as frontend:
+        dying = ScriptedDecode(send_half)
+        async with serving(frontend, dying), httpx.AsyncClient(base_url=frontend.url) as http:
+            done = await http.post("/v1/completions", json=asks(dying.model, stream=True))
     assert "so far" in done.text
     assert '"code":"unavailable"' in done.text
-    assert healthy.requests == []
 
 
 async def test_a_worker_that_is_silent_for_three_seconds_is_lost(

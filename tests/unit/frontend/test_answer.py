@@ -154,7 +154,102 @@ async def test_an_answer_begun_again_has_another_name_and_nothing_of_the_first()
     answer, heard = begin()
     answer.take(ids("👋")[:2], (), 1.0)
     answer.fail(Unavailable("lost"))
-    assert answer.restart()
+    answer.restart()
     answer.take(ids("hello"), (), 2.0)
     answer.finish(finished(STOP, tokens=5))
     assert (heard.text, answer.request_id, answer.completion_tokens) == ("hello", "r.2", 5)
+
+
+LOST = Unavailable("lost")
+
+
+@given(text=st.text(min_size=1, max_size=20), stop=st.text(min_size=1, max_size=3), data=st.data())
+def test_wherever_its_workers_are_lost_an_answer_is_the_same(text: str, stop: str, data: st.DataObject) -> None:
+    """Half a character and half a stop string are held back at the moment of a loss, and appear once."""
+
+    async def check() -> None:
+        whole, heard_whole = begin(stop=(stop,))
+        whole.take(ids(text), (), 1.0)
+        whole.finish(finished(STOP))
+        answer, heard = begin(stop=(stop,))
+        left = ids(text)
+        while left and not answer.ended.done():
+            size = data.draw(st.integers(1, 5))
+            answer.take(left[:size], (), 1.0)
+            left = left[size:]
+            if data.draw(st.booleans()):
+                answer.fail(LOST)
+                if answer.ended.exception() is not None:
+                    answer.resume()
+        answer.finish(finished(STOP))
+        assert (heard.text, heard.token_ids) == (heard_whole.text, heard_whole.token_ids)
+        assert heard.end is not None
+        assert heard_whole.end is not None
+        assert heard.end[0] == heard_whole.end[0]
+        assert heard.end[1].completion_tokens == heard_whole.end[1].completion_tokens
+
+    asyncio.run(check())
+
+
+async def test_what_is_left_to_do_has_the_tokens_as_prompt_and_smaller_budgets() -> None:
+    answer, _ = begin(max_tokens=9, min_tokens=4)
+    answer.take([5, 6, 7], (), 1.0)
+    answer.fail(LOST)
+    answer.resume()
+    left = answer.generation
+    assert (answer.request_id, answer.carried) == ("r.2", 3)
+    assert (list(left.prompt), left.sampling.max_tokens, left.sampling.min_tokens) == ([1, 2, 5, 6, 7], 6, 1)
+    answer.take([5, 6], (), 2.0)
+    answer.fail(LOST)
+    answer.resume()
+    left = answer.generation
+    assert (answer.request_id, answer.carried) == ("r.3", 5)
+    assert (list(left.prompt), left.sampling.max_tokens, left.sampling.min_tokens) == ([1, 2, 5, 6, 7, 5, 6], 4, 0)
+
+
+async def test_usage_is_of_the_prompt_that_was_asked_and_of_all_workers_tokens() -> None:
+    answer, heard = begin()
+    answer.take(ids("hello"), (), 1.0)
+    answer.fail(LOST)
+    answer.resume()
+    answer.take(ids("!"), (), 2.0)
+    usage = common_pb2.Usage(prompt_tokens=7, completion_tokens=1, cached_tokens=6, remote_tokens=7)
+    answer.finish(decode_pb2.Finished(slot=1, reason=STOP, usage=usage))
+    assert (heard.text, heard.end) == ("hello!", (FinishReason.STOP, Usage(2, 6, 2, 2)))
+
+
+async def test_the_router_hears_of_every_workers_first_token_and_time_to_first_token_counts_once() -> None:
+    registry = CollectorRegistry()
+    generation = Generation("r", "t", MODEL, array("I", [1, 2]), SamplingParams(), (), 0, 0.0)
+    answer = Answer(generation, 0, Heard(), FrontendMetrics(registry))
+    firsts = []
+    answer.on_first_token = lambda: firsts.append(answer.request_id)
+    for _ in range(2):
+        answer.take([5], (), 1.0)
+        answer.take([6], (), 2.0)
+        answer.fail(LOST)
+        answer.resume()
+    assert firsts == ["r", "r.2"]
+    assert registry.get_sample_value("tokenmill_ttft_seconds_count") == 1
+    assert registry.get_sample_value("tokenmill_itl_seconds_count") == 3
+
+
+@pytest.mark.parametrize(
+    ("sampling", "token_ids", "reason"),
+    [
+        ({"max_tokens": 3}, [5, 6, 7], FinishReason.LENGTH),
+        ({}, [5] * 98, FinishReason.LENGTH),  # with the prompt's two the model's length is full
+        ({}, [5, BUILTIN_EOS_TOKEN_ID], FinishReason.STOP),
+        ({"stop_token_ids": (6,), "max_tokens": 2}, [5, 6], FinishReason.STOP),
+        ({"max_tokens": 4}, [5, 6, 7], None),
+        ({"ignore_eos": True}, [5, BUILTIN_EOS_TOKEN_ID], None),
+    ],
+)
+async def test_an_answer_whose_last_token_has_come_needs_no_last_word(
+    sampling: dict[str, Any], token_ids: list[int], reason: FinishReason | None
+) -> None:
+    answer, heard = begin(**sampling)
+    answer.take(token_ids, (), 1.0)
+    answer.fail(LOST)
+    assert heard.end == (None if reason is None else (reason, Usage(2, len(token_ids))))
+    assert (answer.ended.exception() is None) == (reason is not None)
