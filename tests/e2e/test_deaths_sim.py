@@ -1,4 +1,4 @@
-"""Two prefill and two decode workers under load while parts are killed: the suite serves, and the index comes right.
+"""Two prefill and two decode workers under load while parts are killed: no request fails, and the index comes right.
 
 The router's index is compared with the workers' own picture block by block, through the same RPCs a person would use.
 How long each recovery took is printed (`pytest -s`), not asserted.
@@ -155,31 +155,21 @@ async def _index_equals_the_workers(suite: Suite) -> None:
 
 
 @pytest.mark.parametrize(
-    ("victim", "may_fail"),
-    [
-        ("services.prefill", False),
-        ("services.decode", True),  # answers it had begun are lost with it
-        ("services.router", False),
-        ("/nats-server ", False),
-        ("/etcd ", False),
-    ],
+    "victim", ["services.prefill", "services.decode", "services.router", "/nats-server ", "/etcd "]
 )
-async def test_the_suite_serves_on_and_the_index_comes_right_after_a_kill(
-    suite: Suite, victim: str, may_fail: bool
-) -> None:
+async def test_no_request_fails_and_the_index_comes_right_after_a_kill(suite: Suite, victim: str) -> None:
     async with _under_load(suite.url) as load:
         await _until(lambda: load.answered >= 5 * _STREAMS)
         assert load.failed == []
         first = min(pid for pid, command in suite.tokenmill.processes().items() if victim in command)
         os.kill(first, signal.SIGKILL)
         print(f"\n{victim.strip()}: served again after {await _served_again(load):.2f} s", end="")
-        failed_at_the_kill = len(load.failed)
-        assert failed_at_the_kill <= (_STREAMS if may_fail else 0), load.failed
+        assert load.failed == []
         await _until(
             lambda: any(pid != first and victim in command for pid, command in suite.tokenmill.processes().items())
         )
         await _served_again(load)
-        assert len(load.failed) == failed_at_the_kill, load.failed
+        assert load.failed == []
     killed = time.monotonic()
     await _index_equals_the_workers(suite)
     print(f", index right {time.monotonic() - killed:.2f} s after the load ended")
