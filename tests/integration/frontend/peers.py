@@ -6,7 +6,6 @@ They are real gRPC servers, published in etcd as real ones are; only what they a
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import httpx
 from prometheus_client import CollectorRegistry
 
 from controlplane.discovery import Discovery
+from controlplane.embedded import free_port
 from controlplane.errors import TokenmillError
 from controlplane.grpc_errors import ErrorInterceptor
 from controlplane.instances import Instance, ModelCard, State
@@ -32,6 +32,7 @@ from kvcache.format import KvFormat
 from services.frontend.tokenizer import Tokenizer
 from tokenmill.common.v1 import common_pb2
 from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
+from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from tokenmill.router.v1 import router_pb2, router_pb2_grpc
 
@@ -65,12 +66,6 @@ class Frontend:
     @property
     def url(self) -> str:
         return f"https://localhost:{self.http_port}" if self.tls else f"http://127.0.0.1:{self.http_port}"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -253,6 +248,17 @@ async def serving(frontend: Frontend, worker: ScriptedDecode, **card: Any) -> As
             while (await client.get(f"{frontend.url}/v1/models/{worker.model}")).status_code != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         yield worker
+
+
+async def until_workers(frontend_address: str, model: str, count: int) -> None:
+    """Waits until the frontend has streams to so many workers of this model."""
+    async with grpc.aio.insecure_channel(frontend_address) as channel, asyncio.timeout(60):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        while True:
+            listed = await stub.ListModels(inference_pb2.ListModelsRequest())
+            if any(one.name == model and one.ready_workers == count for one in listed.models):
+                return
+            await asyncio.sleep(0.02)
 
 
 class ScriptedRouter(router_pb2_grpc.RouterServicer):

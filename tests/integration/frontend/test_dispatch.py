@@ -28,6 +28,7 @@ from tests.integration.frontend.peers import (
     running_frontend,
     serving,
     until,
+    until_workers,
 )
 from tokenmill.common.v1 import common_pb2
 from tokenmill.decode.v1 import decode_pb2
@@ -401,6 +402,7 @@ async def test_blind_choices_spread_over_the_workers(frontend: Frontend, http: h
     one, other = ScriptedDecode(wait), ScriptedDecode(wait)
     other.model = one.model
     async with serving(frontend, one), serving(frontend, other), asyncio.TaskGroup() as tasks:
+        await until_workers(f"127.0.0.1:{frontend.grpc_port}", one.model, 2)
         for n in range(1, 5):
             tasks.create_task(http.post("/v1/completions", json=asks(one.model)))
             await until(lambda n=n: len(one.requests) + len(other.requests) == n)  # type: ignore[misc]

@@ -24,7 +24,7 @@ import httpx
 import pytest
 
 from engines.sim.tokenizer import builtin_tokenizer_json
-from tests.integration.frontend.peers import Frontend, running_frontend, until
+from tests.integration.frontend.peers import Frontend, running_frontend, until, until_workers
 from tokenmill.common.v1 import common_pb2
 from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
@@ -164,13 +164,6 @@ async def _until_answered(suite: Suite, http: httpx.AsyncClient) -> None:
             await asyncio.sleep(0.05)
 
 
-async def _until_two_workers(stub: Any) -> None:
-    """Waits until the frontend has streams to so many."""
-    async with asyncio.timeout(60):
-        while (await stub.ListModels(inference_pb2.ListModelsRequest())).models[0].ready_workers < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-
-
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stuck"])
 async def test_answers_whose_worker_is_lost_are_those_of_workers_that_live(
     suite: Suite, http: httpx.AsyncClient, death: signal.Signals
@@ -187,7 +180,7 @@ async def test_answers_whose_worker_is_lost_are_those_of_workers_that_live(
         stack.enter_context(suite.running("decode"))
         async with grpc.aio.insecure_channel(f"127.0.0.1:{suite.frontend.grpc_port}") as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
-            await _until_two_workers(stub)
+            await until_workers(f"127.0.0.1:{suite.frontend.grpc_port}", _MODEL, 2)
             load = Load(http, stub)
             ways = (load.over_http, load.over_grpc, load.all_at_once)
             async with asyncio.TaskGroup() as tasks:
