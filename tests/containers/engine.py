@@ -21,7 +21,7 @@ CACHE = ROOT / "build" / "containers"
 _OLDEST_COMPOSE = (2, 20)
 _START_TIMEOUT_S = 60
 _PACKAGES = ("docker.io", "iptables", "ca-certificates")
-_TRIXIE = "deb [trusted=yes] http://deb.debian.org/debian trixie main"
+_WITH_COMPOSE = "trixie"
 """Debian's release that has Compose 2; only that one file is taken from it."""
 
 
@@ -89,7 +89,9 @@ def _fetch_compose() -> None:
     """Puts Compose 2 into a configuration folder of ours, which becomes this process's."""
     plugin = CACHE / "docker" / "cli-plugins" / "docker-compose"
     if not plugin.exists():
-        (package,) = fetch_packages("docker-compose", source=_TRIXIE)
+        (package,) = fetch_packages(
+            "docker-compose", source=f"deb [trusted=yes] {_debian_mirror()} {_WITH_COMPOSE} main"
+        )
         unpacked = CACHE / "docker-compose"
         subprocess.run(["dpkg", "-x", package, unpacked], check=True, timeout=60)
         plugin.parent.mkdir(parents=True, exist_ok=True)
@@ -118,6 +120,16 @@ def fetch_packages(*names: str, source: str | None = None) -> list[Path]:
         if done.returncode != 0:
             raise NoEngine(f"{' '.join(told)} failed:\n{done.stdout}{done.stderr}")
     return [max(folder.glob(f"{name}_*.deb")) for name in names]
+
+
+def _debian_mirror() -> str:
+    """Where this machine takes Debian's packages from."""
+    told = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages"]
+    found = subprocess.run(told, capture_output=True, text=True, timeout=60, check=False).stdout.split()
+    mirrors = [uri for uri in found if uri.rstrip("/").endswith("/debian")]
+    if not mirrors:
+        raise NoEngine("docker compose 2.20 or later is needed, and this machine knows no Debian mirror: install it")
+    return mirrors[0]
 
 
 def apt_install(*names: str) -> None:
