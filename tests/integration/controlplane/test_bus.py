@@ -98,7 +98,7 @@ async def test_no_tasks_pile_up_while_it_is_away(own_nats: EmbeddedNats, until: 
     own_nats.kill()
     async with connected(own_nats.endpoint) as bus:
         before = len(asyncio.all_tasks())
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(2.0)  # several tries to connect: what is shown is that nothing comes of them
         assert len(asyncio.all_tasks()) <= before + 2
         own_nats.restart()
         await until(lambda: bus.connected)

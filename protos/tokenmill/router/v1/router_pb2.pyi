@@ -34,10 +34,11 @@ class ScheduleRequest(_message.Message):
     model: _builtins.str
     prompt_tokens: _builtins.int
     max_tokens: _builtins.int
-    """Most tokens the answer may have; 0: unknown."""
+    """Most tokens the answer may have; 0: unknown. Not used yet."""
     priority: _builtins.int
-    """Higher goes first. Default 0."""
+    """For admission queues. Not used yet: requests are placed at once, as they come."""
     tenant: _builtins.str
+    """As priority."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sequence hashes of the prompt's full blocks, first to last."""
