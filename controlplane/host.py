@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import secrets
 import signal
@@ -86,17 +85,6 @@ def run(service: Service, common: CommonSettings, tls: ServerTls | None = None) 
         return uvloop.run(serve())
     except asyncio.CancelledError:
         return _FORCED
-
-
-def _collect_less_often() -> None:
-    """Spares the garbage collector what lives as long as the process, and most of its visits.
-
-    Requests are freed by reference counting; looking through all modules and models for cycles every 700 allocations
-    only costs time: without it the suite's CPU time a token falls by a seventh (benchmarks/bench_suite.py).
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 100)
 
 
 class Host:
@@ -189,7 +177,6 @@ class Host:
         await self._listen()
         await self._connect()
         model = await self._service.start(self)
-        _collect_less_often()
         self._started = True
         await self._publish(state=State.READY if self._able else State.STARTING, model=model, progress="")
         while True:
