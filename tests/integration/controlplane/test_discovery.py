@@ -53,11 +53,13 @@ async def test_everyone_sees_who_was_there_and_who_comes_changes_and_goes(
         await one.register(instance("a", state=State.STARTING))
         async with connected(etcd, deployment) as late:
             assert states(late) == {"a": State.STARTING}
-            await one.update(instance("a"))
-            await one.update(instance("a", state=State.DRAINING))
+            await until(lambda: early.instances)  # each step is waited for: changes that come together are told as one
+            for state in (State.READY, State.DRAINING):
+                await one.update(instance("a", state=state))
+                await until(lambda state=state: states(early) == {"a": state})
             await one.deregister()
             await until(lambda: not late.instances)
-            await until(lambda: changes and not early.instances)
+            await until(lambda: not early.instances)
         assert changes == [
             {"a": State.STARTING}, {"a": State.READY}, {"a": State.DRAINING}, {},
         ]  # fmt: skip

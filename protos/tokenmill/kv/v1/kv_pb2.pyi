@@ -30,6 +30,8 @@ class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType],
     """The engine's own memory: the GPU, or RAM for a CPU engine."""
     TIER_HOST: _Tier.ValueType  # 2
     TIER_DISK: _Tier.ValueType  # 3
+    TIER_PEER: _Tier.ValueType  # 4
+    """Another node's memory, from which this worker can read."""
 
 class Tier(_Tier, metaclass=_TierEnumTypeWrapper): ...
 
@@ -38,6 +40,8 @@ TIER_DEVICE: Tier.ValueType  # 1
 """The engine's own memory: the GPU, or RAM for a CPU engine."""
 TIER_HOST: Tier.ValueType  # 2
 TIER_DISK: Tier.ValueType  # 3
+TIER_PEER: Tier.ValueType  # 4
+"""Another node's memory, from which this worker can read."""
 Global___Tier: _TypeAlias = Tier  # noqa: Y015
 
 @_typing.final

@@ -24,41 +24,45 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tokenmill/router/v1/router.proto\x12\x13tokenmill.router.v1\"\xb3\x01\n\x0fScheduleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x06\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x1a\n\x12\x65xcluded_instances\x18\x06 \x03(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0e\n\x06tenant\x18\x08 \x01(\t\"U\n\x06Target\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x16\n\x0eoverlap_blocks\x18\x04 \x01(\r\"\xb7\x01\n\tCandidate\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05score\x18\x03 \x01(\x01\x12\x38\n\x05terms\x18\x04 \x03(\x0b\x32).tokenmill.router.v1.Candidate.TermsEntry\x12\x10\n\x08\x66iltered\x18\x05 \x01(\t\x1a,\n\nTermsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xe8\x01\n\x10ScheduleResponse\x12+\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x1b.tokenmill.router.v1.Target\x12\x31\n\x07prefill\x18\x02 \x01(\x0b\x32\x1b.tokenmill.router.v1.TargetH\x00\x88\x01\x01\x12\x17\n\x0funcached_tokens\x18\x03 \x01(\r\x12\x0e\n\x06policy\x18\x04 \x01(\t\x12\x0b\n\x03why\x18\x05 \x01(\t\x12\x32\n\ncandidates\x18\x06 \x03(\x0b\x32\x1e.tokenmill.router.v1.CandidateB\n\n\x08_prefill\"8\n\x0bPrefillDone\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x12\n\nelapsed_ms\x18\x02 \x01(\r\"\x1d\n\nFirstToken\x12\x0f\n\x07ttft_ms\x18\x01 \x01(\r\"9\n\x05\x46reed\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xc7\x01\n\x07Outcome\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x38\n\x0cprefill_done\x18\x02 \x01(\x0b\x32 .tokenmill.router.v1.PrefillDoneH\x00\x12\x36\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x1f.tokenmill.router.v1.FirstTokenH\x00\x12+\n\x05\x66reed\x18\x04 \x01(\x0b\x32\x1a.tokenmill.router.v1.FreedH\x00\x42\t\n\x07outcome\"?\n\rReportRequest\x12.\n\x08outcomes\x18\x01 \x03(\x0b\x32\x1c.tokenmill.router.v1.Outcome\"\x10\n\x0eReportResponse\"&\n\x0fGetIndexRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\"^\n\x0cWorkerBlocks\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x0e\n\x06hashes\x18\x04 \x03(\x06\x12\r\n\x05stale\x18\x05 \x01(\x08\x32\x8b\x02\n\x06Router\x12W\n\x08Schedule\x12$.tokenmill.router.v1.ScheduleRequest\x1a%.tokenmill.router.v1.ScheduleResponse\x12Q\n\x06Report\x12\".tokenmill.router.v1.ReportRequest\x1a#.tokenmill.router.v1.ReportResponse\x12U\n\x08GetIndex\x12$.tokenmill.router.v1.GetIndexRequest\x1a!.tokenmill.router.v1.WorkerBlocks0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tokenmill/router/v1/router.proto\x12\x13tokenmill.router.v1\"\xba\x03\n\x0fScheduleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x06\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x1a\n\x12\x65xcluded_instances\x18\x06 \x03(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x19\n\x11\x61voided_instances\x18\t \x03(\t\x12\x0c\n\x04lora\x18\n \x01(\t\x12@\n\x06labels\x18\x0b \x03(\x0b\x32\x30.tokenmill.router.v1.ScheduleRequest.LabelsEntry\x12\x14\n\x0c\x63\x61pabilities\x18\x0c \x03(\t\x12\x12\n\nsession_id\x18\r \x01(\t\x12\x14\n\x0csession_hard\x18\x0e \x01(\x08\x12\x17\n\x0fpinned_instance\x18\x0f \x01(\t\x12\x12\n\ntimeout_ms\x18\x10 \x01(\r\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"U\n\x06Target\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x16\n\x0eoverlap_blocks\x18\x04 \x01(\r\"\xb7\x01\n\tCandidate\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05score\x18\x03 \x01(\x01\x12\x38\n\x05terms\x18\x04 \x03(\x0b\x32).tokenmill.router.v1.Candidate.TermsEntry\x12\x10\n\x08\x66iltered\x18\x05 \x01(\t\x1a,\n\nTermsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x9a\x02\n\x10ScheduleResponse\x12+\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x1b.tokenmill.router.v1.Target\x12\x31\n\x07prefill\x18\x02 \x01(\x0b\x32\x1b.tokenmill.router.v1.TargetH\x00\x88\x01\x01\x12\x17\n\x0funcached_tokens\x18\x03 \x01(\r\x12\x0e\n\x06policy\x18\x04 \x01(\t\x12\x0b\n\x03why\x18\x05 \x01(\t\x12\x32\n\ncandidates\x18\x06 \x03(\x0b\x32\x1e.tokenmill.router.v1.Candidate\x12\x19\n\x11predicted_ttft_ms\x18\x07 \x01(\r\x12\x15\n\rqueue_wait_ms\x18\x08 \x01(\rB\n\n\x08_prefill\"8\n\x0bPrefillDone\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x12\n\nelapsed_ms\x18\x02 \x01(\r\"\x1d\n\nFirstToken\x12\x0f\n\x07ttft_ms\x18\x01 \x01(\r\"9\n\x05\x46reed\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xc7\x01\n\x07Outcome\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x38\n\x0cprefill_done\x18\x02 \x01(\x0b\x32 .tokenmill.router.v1.PrefillDoneH\x00\x12\x36\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x1f.tokenmill.router.v1.FirstTokenH\x00\x12+\n\x05\x66reed\x18\x04 \x01(\x0b\x32\x1a.tokenmill.router.v1.FreedH\x00\x42\t\n\x07outcome\"?\n\rReportRequest\x12.\n\x08outcomes\x18\x01 \x03(\x0b\x32\x1c.tokenmill.router.v1.Outcome\"\x10\n\x0eReportResponse\"&\n\x0fGetIndexRequest\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\"^\n\x0cWorkerBlocks\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x0e\n\x06hashes\x18\x04 \x03(\x06\x12\r\n\x05stale\x18\x05 \x01(\x08\x32\x8b\x02\n\x06Router\x12W\n\x08Schedule\x12$.tokenmill.router.v1.ScheduleRequest\x1a%.tokenmill.router.v1.ScheduleResponse\x12Q\n\x06Report\x12\".tokenmill.router.v1.ReportRequest\x1a#.tokenmill.router.v1.ReportResponse\x12U\n\x08GetIndex\x12$.tokenmill.router.v1.GetIndexRequest\x1a!.tokenmill.router.v1.WorkerBlocks0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tokenmill.router.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_SCHEDULEREQUEST_LABELSENTRY']._loaded_options = None
+  _globals['_SCHEDULEREQUEST_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_CANDIDATE_TERMSENTRY']._loaded_options = None
   _globals['_CANDIDATE_TERMSENTRY']._serialized_options = b'8\001'
   _globals['_SCHEDULEREQUEST']._serialized_start=58
-  _globals['_SCHEDULEREQUEST']._serialized_end=237
-  _globals['_TARGET']._serialized_start=239
-  _globals['_TARGET']._serialized_end=324
-  _globals['_CANDIDATE']._serialized_start=327
-  _globals['_CANDIDATE']._serialized_end=510
-  _globals['_CANDIDATE_TERMSENTRY']._serialized_start=466
-  _globals['_CANDIDATE_TERMSENTRY']._serialized_end=510
-  _globals['_SCHEDULERESPONSE']._serialized_start=513
-  _globals['_SCHEDULERESPONSE']._serialized_end=745
-  _globals['_PREFILLDONE']._serialized_start=747
-  _globals['_PREFILLDONE']._serialized_end=803
-  _globals['_FIRSTTOKEN']._serialized_start=805
-  _globals['_FIRSTTOKEN']._serialized_end=834
-  _globals['_FREED']._serialized_start=836
-  _globals['_FREED']._serialized_end=893
-  _globals['_OUTCOME']._serialized_start=896
-  _globals['_OUTCOME']._serialized_end=1095
-  _globals['_REPORTREQUEST']._serialized_start=1097
-  _globals['_REPORTREQUEST']._serialized_end=1160
-  _globals['_REPORTRESPONSE']._serialized_start=1162
-  _globals['_REPORTRESPONSE']._serialized_end=1178
-  _globals['_GETINDEXREQUEST']._serialized_start=1180
-  _globals['_GETINDEXREQUEST']._serialized_end=1218
-  _globals['_WORKERBLOCKS']._serialized_start=1220
-  _globals['_WORKERBLOCKS']._serialized_end=1314
-  _globals['_ROUTER']._serialized_start=1317
-  _globals['_ROUTER']._serialized_end=1584
+  _globals['_SCHEDULEREQUEST']._serialized_end=500
+  _globals['_SCHEDULEREQUEST_LABELSENTRY']._serialized_start=455
+  _globals['_SCHEDULEREQUEST_LABELSENTRY']._serialized_end=500
+  _globals['_TARGET']._serialized_start=502
+  _globals['_TARGET']._serialized_end=587
+  _globals['_CANDIDATE']._serialized_start=590
+  _globals['_CANDIDATE']._serialized_end=773
+  _globals['_CANDIDATE_TERMSENTRY']._serialized_start=729
+  _globals['_CANDIDATE_TERMSENTRY']._serialized_end=773
+  _globals['_SCHEDULERESPONSE']._serialized_start=776
+  _globals['_SCHEDULERESPONSE']._serialized_end=1058
+  _globals['_PREFILLDONE']._serialized_start=1060
+  _globals['_PREFILLDONE']._serialized_end=1116
+  _globals['_FIRSTTOKEN']._serialized_start=1118
+  _globals['_FIRSTTOKEN']._serialized_end=1147
+  _globals['_FREED']._serialized_start=1149
+  _globals['_FREED']._serialized_end=1206
+  _globals['_OUTCOME']._serialized_start=1209
+  _globals['_OUTCOME']._serialized_end=1408
+  _globals['_REPORTREQUEST']._serialized_start=1410
+  _globals['_REPORTREQUEST']._serialized_end=1473
+  _globals['_REPORTRESPONSE']._serialized_start=1475
+  _globals['_REPORTRESPONSE']._serialized_end=1491
+  _globals['_GETINDEXREQUEST']._serialized_start=1493
+  _globals['_GETINDEXREQUEST']._serialized_end=1531
+  _globals['_WORKERBLOCKS']._serialized_start=1533
+  _globals['_WORKERBLOCKS']._serialized_end=1627
+  _globals['_ROUTER']._serialized_start=1630
+  _globals['_ROUTER']._serialized_end=1897
 # @@protoc_insertion_point(module_scope)

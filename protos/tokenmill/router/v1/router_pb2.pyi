@@ -22,6 +22,26 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class ScheduleRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
@@ -30,15 +50,33 @@ class ScheduleRequest(_message.Message):
     EXCLUDED_INSTANCES_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    AVOIDED_INSTANCES_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    SESSION_HARD_FIELD_NUMBER: _builtins.int
+    PINNED_INSTANCE_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     prompt_tokens: _builtins.int
     max_tokens: _builtins.int
-    """Most tokens the answer may have; 0: unknown. Not used yet."""
+    """Most tokens the answer may have; 0: unknown."""
     priority: _builtins.int
-    """For admission queues. Not used yet: requests are placed at once, as they come."""
+    """Higher classes are placed first when requests have to wait. Default 0."""
     tenant: _builtins.str
-    """As priority."""
+    """Whose request it is: tenants of one priority class take turns. Empty: the tenant of all who name none."""
+    lora: _builtins.str
+    """The LoRA adapter the answer needs; empty: none."""
+    session_id: _builtins.str
+    """Requests of one session go to the worker the session is at, if it can serve."""
+    session_hard: _builtins.bool
+    """The session's worker or nobody, as long as that worker lives."""
+    pinned_instance: _builtins.str
+    """This decode worker or nobody."""
+    timeout_ms: _builtins.int
+    """Time the whole answer may take from now; 0: no limit. A request that cannot be served in it is refused at once."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sequence hashes of the prompt's full blocks, first to last."""
@@ -46,6 +84,18 @@ class ScheduleRequest(_message.Message):
     @_builtins.property
     def excluded_instances(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Instances not to use, e.g. those that already failed this request."""
+
+    @_builtins.property
+    def avoided_instances(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Instances to use only when no other can serve."""
+
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Only workers that have all these labels with these values."""
+
+    @_builtins.property
+    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Only workers that declare all of these."""
 
     def __init__(
         self,
@@ -58,10 +108,18 @@ class ScheduleRequest(_message.Message):
         excluded_instances: _abc.Iterable[_builtins.str] | None = ...,
         priority: _builtins.int = ...,
         tenant: _builtins.str = ...,
+        avoided_instances: _abc.Iterable[_builtins.str] | None = ...,
+        lora: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        capabilities: _abc.Iterable[_builtins.str] | None = ...,
+        session_id: _builtins.str = ...,
+        session_hard: _builtins.bool = ...,
+        pinned_instance: _builtins.str = ...,
+        timeout_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "excluded_instances", b"excluded_instances", "max_tokens", b"max_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoided_instances", b"avoided_instances", "block_hashes", b"block_hashes", "capabilities", b"capabilities", "excluded_instances", b"excluded_instances", "labels", b"labels", "lora", b"lora", "max_tokens", b"max_tokens", "model", b"model", "pinned_instance", b"pinned_instance", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session_hard", b"session_hard", "session_id", b"session_id", "tenant", b"tenant", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -164,12 +222,18 @@ class ScheduleResponse(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
+    PREDICTED_TTFT_MS_FIELD_NUMBER: _builtins.int
+    QUEUE_WAIT_MS_FIELD_NUMBER: _builtins.int
     uncached_tokens: _builtins.int
     """Prompt tokens that somebody has to compute."""
     policy: _builtins.str
     """The policy that decided."""
     why: _builtins.str
     """A sentence for a person."""
+    predicted_ttft_ms: _builtins.int
+    """What the router expects, queue and transfer included; 0: it cannot tell yet."""
+    queue_wait_ms: _builtins.int
+    """Time this request waited for a worker to have room."""
     @_builtins.property
     def decode(self) -> Global___Target: ...
     @_builtins.property
@@ -189,10 +253,12 @@ class ScheduleResponse(_message.Message):
         policy: _builtins.str = ...,
         why: _builtins.str = ...,
         candidates: _abc.Iterable[Global___Candidate] | None = ...,
+        predicted_ttft_ms: _builtins.int = ...,
+        queue_wait_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "candidates", b"candidates", "decode", b"decode", "policy", b"policy", "prefill", b"prefill", "uncached_tokens", b"uncached_tokens", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "candidates", b"candidates", "decode", b"decode", "policy", b"policy", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill", b"prefill", "queue_wait_ms", b"queue_wait_ms", "uncached_tokens", b"uncached_tokens", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
     _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015
