@@ -21,7 +21,7 @@ _COMMON = {
     name: name
     for name in ("model", "served_model_name", "max_model_len", "block_size", "max_num_seqs", "max_batched_tokens",
                  "seed", "fault")
-} | {"kv_lease_s": "lease_s"}  # fmt: skip
+} | {"kv_lease_s": "lease_s", "kv_read_timeout_s": "read_timeout_s"}  # fmt: skip
 _SIM = _COMMON | {
     f"sim_{name}": name for name in ("time_scale", "profile", "total_blocks", "kv_bytes_per_block", "answer_tokens")
 }

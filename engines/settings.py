@@ -31,6 +31,12 @@ class EngineSettings:
     kv_lease_s: float = setting(
         120.0, "how long prefilled KV is held for its reader, seconds", minimum=0.001, maximum=1_000_000
     )
+    kv_read_timeout_s: float = setting(
+        5.0,
+        "longest wait for KV that is being read before the prompt is computed instead, seconds",
+        minimum=0.001,
+        maximum=1_000_000,
+    )
     seed: int = setting(0, "seed of the engine's own randomness", minimum=0)
     sim_time_scale: float | None = setting(
         None, "times faster than real; 0: no waiting at all", minimum=0, flag="--time-scale"

@@ -33,6 +33,8 @@ class VllmConfig:
     tensor_parallel_size: int = 1
     lease_s: float = 120.0
     """How long KV that was computed for a reader is held, in whole seconds for vLLM (rounded up)."""
+    read_timeout_s: float = 5.0
+    """How long a read of KV may take before the prompt is computed here instead."""
     seed: int = 0
     enforce_eager: bool | None = None
     """None: yes on CPU (25 s to start instead of 90), no elsewhere."""

@@ -90,10 +90,12 @@ class HandoffStats(NixlKVConnectorStats):  # type: ignore[misc]
         """[request id, KvOutcome's value, blocks read] per read, from each worker of the reader."""
         self.data["leases_ended"] = []
         """[request id, whether it expired] per lease, from each worker of the holder."""
+        self.data["overdue"] = []
+        """Request ids of reads that take too long, from each worker of the reader."""
 
     def is_empty(self) -> bool:
         """Whether there is nothing to send."""
-        return super().is_empty() and not self.data["handoffs"] and not self.data["leases_ended"]
+        return super().is_empty() and not any(self.data[name] for name in ("handoffs", "leases_ended", "overdue"))
 
 
 class IncompatibleKv(RuntimeError):
@@ -117,6 +119,9 @@ class HandoffWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         """Why a read that must count as failed is one, until it is reported."""
         self._incompatible: set[str] = set()
         """Engines whose handshake was refused. Written by the handshake's thread."""
+        self._read_timeout_s: float = self.kv_transfer_config.get_from_extra_config("read_timeout_s", 5.0)
+        self._due: dict[str, float] = {}
+        """When a read under way should have ended. One that is overdue goes on, for nothing can end it."""
         self._delayed: list[tuple[str, ReqMeta]] = []
         """Reads that the fault "late-read" keeps until their lease is over."""
 
@@ -179,6 +184,7 @@ class HandoffWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             if self.fault == "late-read" and meta.remote.engine_id in self._engine_clock_offset:
                 self._delayed.append((req_id, meta))
                 return
+            self._due[req_id] = time.perf_counter() + self._read_timeout_s
         super()._read_blocks_for_req(req_id, meta)
 
     def _lease_left_s(self, meta: ReqMeta) -> float:
@@ -265,6 +271,7 @@ class HandoffWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         reading = dict(self._recving_metadata)
         results = super().get_transfer_results()
         for req_id in results.finished_recving:
+            self._due.pop(req_id, None)
             meta = reading[req_id]
             outcome = KvOutcome.READ
             if req_id in results.failed_recving:
@@ -276,6 +283,10 @@ class HandoffWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             self.xfer_stats.data["handoffs"].append([req_id, outcome.value, blocks])
         for req_id in results.finished_sending:
             self.xfer_stats.data["leases_ended"].append([req_id, req_id in self._expired])
+        now = time.perf_counter()
+        for req_id in [req_id for req_id, due in self._due.items() if due < now]:
+            del self._due[req_id]
+            self.xfer_stats.data["overdue"].append(req_id)
         return results
 
     def _read_delayed(self) -> None:

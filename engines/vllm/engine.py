@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,8 @@ from engines.vllm.fingerprint import fingerprint, locate
 if TYPE_CHECKING:
     # vLLM takes seconds to import and reads the environment then: `start` imports it, in a thread.
     from vllm.sampling_params import SamplingParams as VllmSamplingParams
+    from vllm.tasks import SupportedTask
+    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from engines.vllm.kv_events import KvEventReader
@@ -82,8 +84,9 @@ class VllmEngine:
         """By our request id."""
         self._generating: dict[str, RunningRequest] = {}
         """By vLLM's request id."""
-        self._dropped: asyncio.Queue[str] = asyncio.Queue()
-        """Internal ids that vLLM is still to be told to forget."""
+        self._supported_tasks: tuple[SupportedTask, ...] = ()
+        self._for_core: asyncio.Queue[str | EngineCoreRequest] = asyncio.Queue()
+        """What vLLM's core is still to be told, in this order: ids to forget, and requests begun again."""
         self._leases: dict[str, int] = {}
         """Blocks held for a reader, by handle."""
         self._leases_expired = 0
@@ -113,7 +116,7 @@ class VllmEngine:
         from engines.vllm.steps import StepRecorder
 
         on_progress("loading the weights and making the KV cache")
-        self._recorder = StepRecorder(self._on_handoff, self._on_lease_end)
+        self._recorder = StepRecorder(self._on_handoff, self._on_overdue, self._on_lease_end)
         self._strangers = set(multiprocessing.active_children())
         self._making = asyncio.ensure_future(
             asyncio.to_thread(
@@ -125,6 +128,7 @@ class VllmEngine:
         llm._run_output_handler()
         info: EngineInfo = await launch.describe(llm, self._config, self._role, model, identity)
         self._info = info
+        self._supported_tasks = await llm.get_supported_tasks()
         endpoint, replay_endpoint = launch.events_endpoints(self._directory)
         self._events = KvEventReader(
             endpoint,
@@ -135,7 +139,7 @@ class VllmEngine:
         )
         self._tasks = [
             asyncio.create_task(self._events.run(), name="vllm-kv-events"),
-            asyncio.create_task(self._forget_dropped(), name="vllm-aborts"),
+            asyncio.create_task(self._tell_core(), name="vllm-aborts"),
         ]
         if self._config.fault:
             await self.inject_fault(self._config.fault)
@@ -262,19 +266,30 @@ class VllmEngine:
     async def _admit(
         self, request: EngineRequest, params: VllmSamplingParams, queue: RunningRequest | HeldPrefill
     ) -> None:
-        from vllm.exceptions import VLLMClientError
-
         llm = self._llm
         if llm is None or llm.errored:
             raise EngineFailed("the engine is not running")
         if request.request_id in self._running:
             raise InvalidRequest("request_id: a request of this id is running already", param="request_id")
+        core_request = self._register(llm, request, params, queue)
         try:
-            core_request = llm.input_processor.process_inputs(
+            await llm.engine_core.add_request_async(core_request)
+        except BaseException:
+            self._drop(queue)
+            raise
+
+    def _register(
+        self, llm: AsyncLLM, request: EngineRequest, params: VllmSamplingParams, queue: RunningRequest | HeldPrefill
+    ) -> EngineCoreRequest:
+        """Makes vLLM's output go to `queue`; its core is still to be told of the request."""
+        from vllm.exceptions import VLLMClientError
+
+        try:
+            core_request: EngineCoreRequest = llm.input_processor.process_inputs(
                 queue.internal_id,
                 {"type": "token", "prompt_token_ids": list(request.prompt_token_ids)},
                 params,
-                supported_tasks=await llm.get_supported_tasks(),
+                supported_tasks=self._supported_tasks,
                 priority=-request.priority,  # vLLM runs the lowest first
             )
         except (ValueError, VLLMClientError) as error:
@@ -282,11 +297,7 @@ class VllmEngine:
         core_request.external_req_id = core_request.request_id
         self._running[request.request_id] = queue
         llm.output_processor.add_request(core_request, None, None, 0, queue)
-        try:
-            await llm.engine_core.add_request_async(core_request)
-        except BaseException:
-            self._drop(queue)
-            raise
+        return core_request
 
     def abort(self, request_id: str) -> bool:
         """See `Engine.abort`."""
@@ -303,21 +314,31 @@ class VllmEngine:
         self._llm.output_processor.abort_requests([queue.internal_id], internal=True)
         self._recorder.flush_soon()
         self._leases.pop(queue.internal_id, None)
-        self._dropped.put_nowait(queue.internal_id)
+        self._for_core.put_nowait(queue.internal_id)
 
-    async def _forget_dropped(self) -> None:
+    async def _tell_core(self) -> None:
         assert self._llm is not None
+        core = self._llm.engine_core
         while True:
-            internal_ids = [await self._dropped.get()]
-            while not self._dropped.empty():
-                internal_ids.append(self._dropped.get_nowait())
+            waiting = [await self._for_core.get()]
+            while not self._for_core.empty():
+                waiting.append(self._for_core.get_nowait())
             if self._llm.errored:
                 continue
-            await self._llm.engine_core.abort_requests_async(internal_ids)
-            if self._role is Role.PREFILL:
-                # What had finished before the abort came is held now, and nobody knows of it.
-                for internal_id in internal_ids:
-                    await self._rpc("tokenmill_release", internal_id)
+            for forget, those in groupby(waiting, key=lambda one: isinstance(one, str)):
+                if forget:
+                    await self._forget([one for one in those if isinstance(one, str)])
+                else:
+                    for request in those:
+                        await core.add_request_async(request)
+
+    async def _forget(self, internal_ids: list[str]) -> None:
+        assert self._llm is not None
+        await self._llm.engine_core.abort_requests_async(internal_ids)
+        if self._role is Role.PREFILL:
+            # What had finished before the abort came is held now, and nobody knows of it.
+            for internal_id in internal_ids:
+                await self._rpc("tokenmill_release", internal_id)
 
     async def release(self, handle_id: str) -> bool:
         """See `Engine.release`."""
@@ -348,6 +369,23 @@ class VllmEngine:
         running = self._generating.get(internal_id)
         if running is not None and self._info is not None:
             running.handed_off(outcome, blocks, self._info.format.block_size)
+
+    def _on_overdue(self, internal_id: str) -> None:
+        """A read takes too long: its peer may have stopped. The prompt is computed here, in other blocks.
+
+        Those it was to be read into stay out of use until NIXL has done with them: bytes may still come. vLLM sees to
+        that for a request that is aborted while it is read for.
+        """
+        from engines.vllm.launch import sampling_params
+
+        llm, running = self._llm, self._generating.pop(internal_id, None)
+        if llm is None or running is None:
+            return
+        self._for_core.put_nowait(running.begin_again())
+        llm.output_processor.abort_requests([internal_id], internal=True)
+        self._generating[running.internal_id] = running
+        params = sampling_params(running.request.sampling, None)
+        self._for_core.put_nowait(self._register(llm, running.request, params, running))
 
     def _on_held(self, held: HeldPrefill, blocks: int) -> None:
         self._leases[held.internal_id] = blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ _FULL_ATTENTION = frozenset((None, "full_attention", "mla_attention"))
 """Kinds of KV cache group whose blocks stand for whole prefixes. Others (sliding window) forget their beginning."""
 
 _REPLAY_TIMEOUT_MS = 2000
+_RESET_PAUSE_S = 1.0
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -148,22 +150,19 @@ class KvEventReader:
         self._decoder = msgspec.msgpack.Decoder()
         self._next_seq = 0
         self._reset_owed = False
+        self._reset_at = 0.0
+        """Not before then is it tried again."""
         self.gaps = 0
         """Times that something was missing from the stream."""
 
     async def run(self) -> None:
         """Reads until cancelled."""
         while True:
-            _, seq, payload = await self._socket.recv_multipart()
-            number = int.from_bytes(seq, "big")
-            if number < self._next_seq:
-                continue  # a replay has brought it already
-            if number > self._next_seq:
-                await self._fill_gap()
-            if number >= self._next_seq:
-                self._pass_on(number, payload)
-            if self._reset_owed:
+            if await self._socket.poll(_RESET_PAUSE_S * 1000 if self._reset_owed else None):
+                await self._read_one()
+            if self._reset_owed and time.monotonic() >= self._reset_at:
                 self._reset_owed = not await self._reset()
+                self._reset_at = time.monotonic() + _RESET_PAUSE_S
 
     def clear(self) -> None:
         """Says that all blocks are gone, ahead of the engine, which says so only with its next step."""
@@ -172,6 +171,16 @@ class KvEventReader:
     def close(self) -> None:
         """Frees the sockets. `run` must have ended."""
         self._context.destroy(linger=0)
+
+    async def _read_one(self) -> None:
+        _, seq, payload = await self._socket.recv_multipart()
+        number = int.from_bytes(seq, "big")
+        if number < self._next_seq:
+            return  # a replay has brought it already
+        if number > self._next_seq:
+            await self._fill_gap()
+        if number >= self._next_seq:
+            self._pass_on(number, payload)
 
     async def _fill_gap(self) -> None:
         self.gaps += 1

@@ -108,7 +108,10 @@ def _engine_args(config: VllmConfig, role: Role, model: Path, directory: Path) -
             kv_connector_module_path="engines.vllm.connector",
             kv_role="kv_producer" if role is Role.PREFILL else "kv_consumer",
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"kv_lease_duration": max(1, math.ceil(config.lease_s))},
+            kv_connector_extra_config={
+                "kv_lease_duration": max(1, math.ceil(config.lease_s)),
+                "read_timeout_s": config.read_timeout_s,
+            },
         ),
     )
 

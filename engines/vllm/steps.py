@@ -46,7 +46,10 @@ class StepRecorder(StatLoggerBase):  # type: ignore[misc]
     """Collects what a step gave, hands it over when vLLM reports the step, and keeps its numbers."""
 
     def __init__(
-        self, on_handoff: Callable[[str, KvOutcome, int], None], on_lease_end: Callable[[str, bool], None]
+        self,
+        on_handoff: Callable[[str, KvOutcome, int], None],
+        on_overdue: Callable[[str], None],
+        on_lease_end: Callable[[str, bool], None],
     ) -> None:
         self.steps = 0
         self.step_time_s = 0.0
@@ -55,6 +58,7 @@ class StepRecorder(StatLoggerBase):  # type: ignore[misc]
         self.kv_usage = 0.0
         self._pending: dict[StepSink, list[StepOutput]] = {}
         self._on_handoff = on_handoff
+        self._on_overdue = on_overdue
         self._on_lease_end = on_lease_end
 
     def add(self, sink: StepSink, output: StepOutput) -> None:
@@ -90,6 +94,8 @@ class StepRecorder(StatLoggerBase):  # type: ignore[misc]
             if transfers := scheduler_stats.kv_connector_stats:
                 for request_id, outcome, blocks in transfers["handoffs"]:
                     self._on_handoff(request_id, KvOutcome(outcome), blocks)
+                for request_id in transfers["overdue"]:
+                    self._on_overdue(request_id)
                 for request_id, expired in transfers["leases_ended"]:
                     self._on_lease_end(request_id, expired)
         self.flush()
@@ -108,6 +114,7 @@ class RunningRequest:
         recorder: StepRecorder,
         on_end: Callable[[RunningRequest], None],
     ) -> None:
+        self.request = request
         self.request_id = request.request_id
         self.internal_id = _internal_id()
         self.kv_outcome = KvOutcome.NONE
@@ -131,12 +138,20 @@ class RunningRequest:
             self._cached_tokens = (math.ceil(self._prompt_tokens / block_size) - blocks) * block_size
             self._remote_tokens = self._prompt_tokens - self._cached_tokens
 
+    def begin_again(self) -> str:
+        """The read takes too long: the prompt is computed here, as another request to vLLM. Returns the former's id."""
+        former, self.internal_id = self.internal_id, _internal_id()
+        self.kv_outcome = KvOutcome.UNREACHABLE
+        return former
+
     def put(self, output: RequestOutput | Exception) -> None:
         """Called by vLLM, within a step or (aborts, a dead engine) outside of one."""
         if isinstance(output, Exception):
             self._end(StepOutput(self.request_id, (), FinishReason.ERROR), 0, f"the engine stopped: {output}")
             self._recorder.flush_soon()
             return
+        if output.request_id != self.internal_id:
+            return  # the end of what was begun again
         completion = output.outputs[0]
         self._completion_tokens += len(completion.token_ids)
         step = StepOutput(self.request_id, completion.token_ids)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,6 +100,17 @@ class Running:
         for process in self.processes:
             process.kill()
         await eventually(lambda: self.engine.failed() is not None)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Within, the engine's processes stand still: they neither answer nor break off."""
+        for process in self.processes:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in self.processes:
+                process.resume()
 
     def sink(self, outputs: Sequence[StepOutput]) -> None:
         self.batches.append(list(outputs))

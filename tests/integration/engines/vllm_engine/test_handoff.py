@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from engines.base import KvOutcome, Role
+from engines.base import FinishReason, KvOutcome, Role, SamplingParams
 from tests.integration.engines.vllm_engine.prompts import EIGHT, NAMES, Alone
-from tests.integration.engines.vllm_engine.running import LEASE_S, Engines, Running
+from tests.integration.engines.vllm_engine.running import LEASE_S, Engines, Running, eventually
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="package")]
 
@@ -136,3 +136,35 @@ async def test_a_prefill_engine_killed_before_we_met_costs_no_handshake_timeout(
     await d.answer(case.prompt)
     alone_s = time.monotonic() - began
     assert took_s < 5 + 3 * alone_s, "vLLM's own handshake alone waits 5 s for a dead peer, on a machine however fast"
+
+
+async def test_a_prefill_engine_that_stands_still_costs_the_read_timeout_and_its_late_bytes_do_no_harm(
+    p: Running, d: Running, alone: dict[str, Alone]
+) -> None:
+    warm, case, other = alone["short"], alone["prefix, first"], alone["prefix, second"]
+    await d.answer(warm.prompt, kv=await p.handle(warm.prompt))
+    kv = await p.handle(case.prompt)
+    with p.stopped():
+        answer = await d.answer(case.prompt, kv=kv)
+        assert (answer.tokens, answer.outcome) == (case.answer, KvOutcome.UNREACHABLE)
+        assert answer.usage.remote_tokens == 0
+        assert d.engine.load().kv_used_blocks > 0, "the blocks that bytes may still come into are not given away"
+    await d.nothing_held()  # the read has ended now
+    await p.nothing_held(2 * LEASE_S)
+    for again in (case, other):
+        assert (await d.answer(again.prompt)).tokens == again.answer
+
+
+async def test_a_request_that_waits_for_an_engine_that_stands_still_can_be_cancelled(
+    p: Running, d: Running, alone: dict[str, Alone]
+) -> None:
+    warm, case = alone["short"], alone["prefix, first"]
+    await d.answer(warm.prompt, kv=await p.handle(warm.prompt))
+    kv = await p.handle(case.prompt)
+    with p.stopped():
+        request_id, answer = await d.begin(case.prompt, SamplingParams(max_tokens=16, temperature=0.0), kv)
+        await asyncio.sleep(0.5)
+        assert d.engine.abort(request_id)
+        await eventually(answer.ended.is_set, 2)
+        assert answer.last.finish is FinishReason.CANCELLED
+    await d.nothing_held()
