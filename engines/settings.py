@@ -41,7 +41,7 @@ class EngineSettings:
     sim_time_scale: float | None = setting(
         None, "times faster than real; 0: no waiting at all", minimum=0, flag="--time-scale"
     )
-    sim_profile: str | None = setting(None, "name of the timing profile")
+    sim_profile: str | None = setting(None, "timing profile: a name, or the path of a .toml")
     sim_total_blocks: int | None = setting(None, "KV blocks in all", minimum=1)
     sim_kv_bytes_per_block: int | None = setting(
         None, "real bytes behind each KV block; 0: none, no transfer", minimum=0

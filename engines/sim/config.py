@@ -34,7 +34,7 @@ class SimConfig:
     time_scale: float = 1.0
     """How many times faster than the profile says: 1 is real time, 10 ten times faster. 0 and infinity: no waiting."""
     profile: str = "h100-8b"
-    """Name of a timing profile in `profile.py`."""
+    """Name of one in `profiles/`, or a file's path; see `profile.py`."""
     kv_bytes_per_block: int = 4096
     """Real bytes behind each block, a multiple of 8. 0: none, and no KV passes between engines."""
     lease_s: float = 120.0

@@ -33,7 +33,7 @@ from engines.sim.clock import PacedClock
 from engines.sim.config import SimConfig
 from engines.sim.profile import profile
 from engines.sim.scheduler import Scheduler, Step
-from engines.sim.sequence import Sequence, Stage
+from engines.sim.sequence import Sequence, Stage, TokenSequence
 from engines.sim.tokens import TokenSource, Vocabulary, builtin_vocabulary, load_vocabulary
 from kvcache.format import KvFormat
 from kvcache.hashing import hash_blocks, root_hash
@@ -63,7 +63,7 @@ class SimEngine:
         self._advertise_host = advertise_host
         self._clock = PacedClock(config.time_scale)
         self._work = asyncio.Event()
-        self._live: dict[str, Sequence] = {}
+        self._live: dict[str, TokenSequence] = {}
         """Until the end has been delivered."""
         self._prefills: dict[str, asyncio.Future[PrefillResult]] = {}
         self._offers: dict[str, tuple[Handle, Offer]] = {}
@@ -90,7 +90,7 @@ class SimEngine:
         self._root = root_hash(self._format.model_fingerprint, seed=self._hash_seed)
         self._scheduler = Scheduler(
             config.total_blocks, config.block_size, config.max_num_seqs, config.max_batched_tokens,
-            timing, self._root, self._hash_seed,
+            timing,
         )  # fmt: skip
         if config.kv_bytes_per_block:
             on_progress("starting the transfer agent")
@@ -217,7 +217,7 @@ class SimEngine:
 
     def _sequence(
         self, request: EngineRequest, sink: StepSink | None, *, handle_blocks: int = 0, prefill_only: bool = False
-    ) -> Sequence:
+    ) -> TokenSequence:
         if self._failure or self._stopped:
             raise EngineFailed(self._failure or "the engine is stopped")
         config = self._config
@@ -235,12 +235,15 @@ class SimEngine:
         answer_tokens = config.answer_tokens if sampling.max_tokens is None and not sampling.ignore_eos else 0
         seed = config.seed ^ (sampling.seed or 0)
         hashes = hash_blocks(prompt, config.block_size, self._root, self._hash_seed)
-        return Sequence(
+        return TokenSequence(
             request.request_id,
             prompt,
             hashes,
             sampling,
             TokenSource(self._vocabulary, prompt, seed, answer_tokens),
+            block_size=config.block_size,
+            hash_root=self._root,
+            hash_seed=self._hash_seed,
             end_at=len(prompt) + min(sampling.max_tokens or room, room),
             eos_token_ids=self._vocabulary.eos_token_ids,
             priority=request.priority,
@@ -249,7 +252,7 @@ class SimEngine:
             owner=sink,
         )
 
-    def _admit(self, sequence: Sequence) -> None:
+    def _admit(self, sequence: TokenSequence) -> None:
         self._live[sequence.request_id] = sequence
         self._scheduler.add(sequence)
         self._work.set()
@@ -297,7 +300,7 @@ class SimEngine:
             sink = sequence.owner
             if sink is None:
                 continue  # aborted meanwhile
-            output = StepOutput(sequence.request_id, sequence.tokens[-1:], finish)
+            output = StepOutput(sequence.request_id, self._live[sequence.request_id].tokens[-1:], finish)
             if finish is not None:
                 output.usage = sequence.usage
                 output.kv_outcome = sequence.kv_outcome

@@ -1,48 +1,117 @@
-"""How long a step takes. A profile is one line of constants; a step's time is their sum over what it computes."""
+"""How long a step takes, and how much KV there is room for: one GPU class with one model size.
+
+A profile is a small TOML file, `profiles/NAME.toml` here or anywhere by its path, with the fields of `Profile`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import tomllib
+from dataclasses import MISSING, dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
 from controlplane.errors import SettingsError
 
-__all__ = ["PROFILES", "Profile", "profile"]
+__all__ = ["Profile", "profile", "profile_names"]
+
+_FILES = files("engines.sim") / "profiles"
+_PS = 1_000_000
+"""Picoseconds in a microsecond."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Microseconds; linear, as measured step times nearly are between the extremes."""
+    """Times in microseconds; linear, as measured step times nearly are between the extremes."""
 
     step_us: float
     """Each step: launch, sampling, the weights read once."""
     prefill_us: float
     """Each prompt token computed."""
+    prefill_context_us: float = 0.0
+    """Each pair of a prompt token computed and one before it that it attends to: what makes long prompts slower."""
     decode_us: float
     """Each sequence that decodes."""
     context_us: float
     """Each token of context that a decoding sequence attends to."""
+    kv_tokens: int = 400_000
+    """Tokens whose KV a worker has room for."""
+    kv_bytes_per_token: int = 131_072
+    kv_transfer_gb_s: float = 40.0
+    """Gigabytes a second from one worker to another."""
+    kv_transfer_us: float = 2_000.0
+    """Each transfer, whatever its size."""
+    max_num_seqs: int = 256
+    max_batched_tokens: int = 8192
+    hardware: str = ""
+    model: str = ""
+    source: str = ""
+    """Where the figures come from."""
 
-    def step_s(self, prefill_tokens: int, decoding: int, context_tokens: int) -> float:
-        """Seconds for one step."""
-        return 1e-6 * (
-            self.step_us
-            + self.prefill_us * prefill_tokens
-            + self.decode_us * decoding
-            + self.context_us * context_tokens
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, str):
+                continue
+            least = 1 if field.type == "int" else 0
+            if not (math.isfinite(value) and value >= least):
+                raise SettingsError(f"{field.name} is {value}; it must be at least {least}", param="profile")
+        if not self.step_us or not self.kv_transfer_gb_s:
+            raise SettingsError("step_us and kv_transfer_gb_s must be more than 0", param="profile")
+
+    def step_ps(self, prefill_tokens: int, prefill_pairs: int, decoding: int, context_tokens: int) -> int:
+        """Picoseconds for one step. Whole ones: the sum over many steps is then exact in whatever order."""
+        return (
+            round(self.step_us * _PS)
+            + round(self.prefill_us * _PS) * prefill_tokens
+            + round(self.prefill_context_us * _PS) * prefill_pairs
+            + round(self.decode_us * _PS) * decoding
+            + round(self.context_us * _PS) * context_tokens
         )
 
+    def transfer_s(self, tokens: int) -> float:
+        """Seconds for the KV of so many tokens to come from another worker."""
+        return 1e-6 * self.kv_transfer_us + tokens * self.kv_bytes_per_token / (1e9 * self.kv_transfer_gb_s)
 
-PROFILES = {
-    # Public orders of magnitude for vLLM in bf16: 25k prompt tokens/s and 8 ms a step on an H100 for an 8B model.
-    "h100-8b": Profile(step_us=7_500, prefill_us=40, decode_us=15, context_us=0.006),
-    "h100-70b-tp4": Profile(step_us=19_000, prefill_us=130, decode_us=25, context_us=0.012),
-    "cpu-135m": Profile(step_us=40_000, prefill_us=1_900, decode_us=700, context_us=0.5),
-}
-"""Starting points, not measurements of a machine of yours."""
+
+def profile_names() -> list[str]:
+    """Those that come with us."""
+    return sorted(entry.name.removesuffix(".toml") for entry in _FILES.iterdir() if entry.name.endswith(".toml"))
 
 
 def profile(name: str) -> Profile:
-    """The profile of that name. Raises `SettingsError`."""
-    if name not in PROFILES:
-        raise SettingsError(f"profile is {name!r}; it must be one of {', '.join(PROFILES)}", param="profile")
-    return PROFILES[name]
+    """The profile of that name, or from the file of that path. Raises `SettingsError`."""
+    if name in profile_names():
+        return _parse(name, (_FILES / f"{name}.toml").read_text(encoding="utf-8"))
+    if not name.endswith(".toml"):
+        known = ", ".join(profile_names())
+        raise SettingsError(f"profile is {name!r}; it must be one of {known}, or the path of a .toml", param="profile")
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"profile {name} cannot be read: {error}", param="profile") from error
+    return _parse(name, text)
+
+
+def _parse(name: str, text: str) -> Profile:
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"profile {name} is not TOML: {error}", param="profile") from error
+    known = {field.name: field for field in fields(Profile)}
+    if unknown := values.keys() - known.keys():
+        raise SettingsError(
+            f"profile {name} has {', '.join(sorted(unknown))}; its fields are {', '.join(known)}", param="profile"
+        )
+    if missing := [field.name for field in known.values() if field.default is MISSING and field.name not in values]:
+        raise SettingsError(f"profile {name} lacks {', '.join(missing)}", param="profile")
+    for key, value in values.items():
+        _check_type(name, key, value, str(known[key].type))
+    return Profile(**values)
+
+
+def _check_type(name: str, key: str, value: Any, wanted: str) -> None:
+    allowed = {"str": (str,), "int": (int,), "float": (int, float)}[wanted]
+    if isinstance(value, bool) or not isinstance(value, allowed):
+        raise SettingsError(f"profile {name} has {key} = {value!r}; it must be of type {wanted}", param="profile")

@@ -23,7 +23,6 @@ from engines.sim.pool import BlockPool
 from engines.sim.profile import Profile
 from engines.sim.sequence import Sequence, Stage
 from kvcache.events import KvEvent
-from kvcache.hashing import hash_block
 
 __all__ = ["Hold", "Scheduler", "Step"]
 
@@ -32,7 +31,8 @@ __all__ = ["Hold", "Scheduler", "Step"]
 class Step:
     """What one step did. All of it is true when `duration_s` has passed."""
 
-    duration_s: float = 0.0
+    duration_ps: int = 0
+    """Picoseconds."""
     emitted: list[tuple[Sequence, FinishReason | None]] = field(default_factory=list)
     """Who has a new last token, and why it ended if it did."""
     filled: list[tuple[int, int]] = field(default_factory=list)
@@ -45,9 +45,14 @@ class Step:
     """Whose KV on another worker was in the own prefix cache."""
 
     @property
+    def duration_s(self) -> float:
+        """Seconds."""
+        return self.duration_ps / 1e12
+
+    @property
     def did_nothing(self) -> bool:
         """Nothing will change before something comes from outside."""
-        return not (self.duration_s or self.reads or self.unneeded)
+        return not (self.duration_ps or self.reads or self.unneeded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +73,12 @@ class Scheduler:
         max_num_seqs: int,
         max_batched_tokens: int,
         profile: Profile,
-        hash_root: int,
-        hash_seed: int,
     ) -> None:
         self._pool = BlockPool(total_blocks)
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_batched_tokens = max_batched_tokens
         self._profile = profile
-        self._hash_root = hash_root
-        self._hash_seed = hash_seed
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
         """A heap; those that ended meanwhile are dropped when they come up."""
@@ -133,7 +134,7 @@ class Scheduler:
         index = 0
         while index < len(self._running) and budget:
             sequence = self._running[index]
-            count = min(len(sequence.tokens) - sequence.computed, budget)
+            count = min(sequence.length - sequence.computed, budget)
             missing = self._missing_blocks(sequence, sequence.computed + count)
             if missing > self._pool.available:
                 self._preempt(self._running[-1])
@@ -168,7 +169,7 @@ class Scheduler:
                 step.unneeded.append(sequence)
             sequence.stage = Stage.RUNNING
             insort(self._running, sequence)
-            count = min(len(sequence.tokens) - sequence.computed, budget)
+            count = min(sequence.length - sequence.computed, budget)
             scheduled.append((sequence, count))
             budget -= count
 
@@ -176,8 +177,8 @@ class Scheduler:
         """Gives it blocks for all of its present tokens, those that the cache has first; or nothing, and False."""
         found: list[int] = []
         if not sequence.blocks:
-            found = self._pool.find(sequence.hashes, (len(sequence.tokens) - 1) // self._block_size)
-        missing = self._missing_blocks(sequence, len(sequence.tokens)) - len(found)
+            found = self._pool.find(sequence.hashes, (sequence.length - 1) // self._block_size)
+        missing = self._missing_blocks(sequence, sequence.length) - len(found)
         if missing > self._pool.available - self._pool.idle_among(found):
             return False
         if found:
@@ -191,7 +192,7 @@ class Scheduler:
         return True
 
     def _compute(self, step: Step, scheduled: list[tuple[Sequence, int]]) -> None:
-        prefilled_tokens = decoding = context = 0
+        prefilled_tokens = prefilled_pairs = decoding = context = 0
         size = self._block_size
         for sequence, count in scheduled:
             if count == 1:
@@ -199,12 +200,13 @@ class Scheduler:
                 context += sequence.computed
             else:
                 prefilled_tokens += count
+                prefilled_pairs += count * sequence.computed + count * (count - 1) // 2
             before = sequence.computed // size
             sequence.computed += count
             after = sequence.computed // size
             if after > before:
                 self._fill(step, sequence, before, after)
-            if sequence.computed < len(sequence.tokens):
+            if sequence.computed < sequence.length:
                 continue
             if sequence.prefill_only:
                 sequence.stage = Stage.PREFILLED
@@ -216,18 +218,14 @@ class Scheduler:
             if finish is not None:
                 self._end(sequence)
         if scheduled:
-            step.duration_s = self._profile.step_s(prefilled_tokens, decoding, context)
+            step.duration_ps = self._profile.step_ps(prefilled_tokens, prefilled_pairs, decoding, context)
             self._steps += 1
             self._step_s += (step.duration_s - self._step_s) / 16
 
     def _fill(self, step: Step, sequence: Sequence, first: int, end: int) -> None:
         """Blocks `first` to `end` of a sequence are now full."""
+        sequence.hash_up_to(end)
         hashes = sequence.hashes
-        size = self._block_size
-        while len(hashes) < end:
-            start = len(hashes) * size
-            parent = hashes[-1] if hashes else self._hash_root
-            hashes.append(hash_block(parent, sequence.tokens[start : start + size], self._hash_seed))
         blocks, named = sequence.blocks[first:end], hashes[first:end]
         step.filled.extend(zip(blocks, named, strict=True))
         self._pool.publish(hashes[first - 1] if first else None, blocks, named)
@@ -351,7 +349,7 @@ class Scheduler:
         return LoadSnapshot(
             running_requests=len(self._running) + len(self._reading),
             waiting_requests=len(waiting),
-            queued_prefill_tokens=sum(len(s.tokens) - s.computed for s in (*waiting, *self._running)),
+            queued_prefill_tokens=sum(s.length - s.computed for s in (*waiting, *self._running)),
             kv_used_blocks=self._pool.in_use,
             kv_total_blocks=self._pool.total,
             kv_leased_blocks=sum(len(hold.blocks) for hold in self._holds.values()),
@@ -367,7 +365,7 @@ class Scheduler:
         assert sorted(self._running) == self._running
         for sequence in self._sequences.values():
             assert sequence.computed <= len(sequence.blocks) * self._block_size
-            assert sequence.computed <= len(sequence.tokens)
+            assert sequence.computed <= sequence.length
 
     def _users(self) -> Iterator[list[int]]:
         for sequence in {*self._sequences.values(), *self._reading}:

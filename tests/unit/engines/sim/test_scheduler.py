@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engines.base import FinishReason, KvOutcome, SamplingParams
 from engines.sim.profile import Profile
 from engines.sim.scheduler import Scheduler, Step
-from engines.sim.sequence import Sequence, Stage
+from engines.sim.sequence import Sequence, Stage, TokenSequence
 from engines.sim.tokens import TokenSource, builtin_vocabulary
 from kvcache.events import Cleared, Removed, Stored
 from kvcache.hashing import hash_blocks
@@ -22,18 +22,21 @@ VOCABULARY = builtin_vocabulary()
 
 
 def make_scheduler(total_blocks: int = 64, max_num_seqs: int = 8, max_batched_tokens: int = 64) -> Scheduler:
-    return Scheduler(total_blocks, BLOCK, max_num_seqs, max_batched_tokens, PROFILE, ROOT, SEED)
+    return Scheduler(total_blocks, BLOCK, max_num_seqs, max_batched_tokens, PROFILE)
 
 
-def make_sequence(request_id: str, prompt: list[int], count: int = 5, **more: Any) -> Sequence:
+def make_sequence(request_id: str, prompt: list[int], count: int = 5, **more: Any) -> TokenSequence:
     sampling = more.pop("sampling", SamplingParams())
     tokens = array("I", prompt)
-    return Sequence(
+    return TokenSequence(
         request_id,
         tokens,
         hash_blocks(tokens, BLOCK, ROOT, SEED),
         sampling,
         TokenSource(VOCABULARY, tokens, 0, 0),
+        block_size=BLOCK,
+        hash_root=ROOT,
+        hash_seed=SEED,
         end_at=len(prompt) + count,
         **more,
     )
@@ -71,8 +74,8 @@ def test_a_steps_time_is_the_profiles_sum() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_sequence("a", list(range(20)), 2))
     first, second = run(scheduler)
-    assert first.duration_s == 1e-6 * (1000 + 20 * 100)
-    assert second.duration_s == 1e-6 * (1000 + 10 + 20 * 1)
+    assert first.duration_s == 0.003
+    assert second.duration_s == 0.00103
 
 
 def test_a_cached_prefix_is_not_computed_again_but_the_last_token_always_is() -> None:
@@ -82,7 +85,7 @@ def test_a_cached_prefix_is_not_computed_again_but_the_last_token_always_is() ->
     scheduler.add(again := make_sequence("b", list(range(16)), 1))
     (step,) = run(scheduler)
     assert again.usage.cached_tokens == 12
-    assert step.duration_s == 1e-6 * (1000 + 4 * 100)
+    assert step.duration_s == 0.0014
 
 
 def test_stored_blocks_name_their_parent_and_evicted_ones_are_removed() -> None:
@@ -248,7 +251,7 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         self.scheduler = make_scheduler(total_blocks=12, max_num_seqs=4, max_batched_tokens=10)
         self.now = 0.0
         self.names = 0
-        self.sequences: dict[str, tuple[Sequence, list[int], int]] = {}
+        self.sequences: dict[str, tuple[TokenSequence, list[int], int]] = {}
         self.reading: list[Sequence] = []
         self.adrift: list[list[int]] = []
         self.held: list[str] = []
@@ -351,20 +354,20 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         self.names += 1
         return str(self.names)
 
-    def _add(self, sequence: Sequence, count: int) -> None:
+    def _add(self, sequence: TokenSequence, count: int) -> None:
         self.sequences[sequence.request_id] = (sequence, list(sequence.tokens), count)
         self.scheduler.add(sequence)
 
     def _take(self, step: Step) -> None:
-        for sequence, finish in step.emitted:
-            _, prompt, count = self.sequences[sequence.request_id]
+        for emitter, finish in step.emitted:
+            sequence, prompt, count = self.sequences[emitter.request_id]
             said = list(sequence.tokens[len(prompt) :])
             assert said == expected(prompt, len(said))
             assert (finish is FinishReason.LENGTH) == (len(said) == count)
         self.reading.extend(step.reads)
-        for sequence in step.prefilled:
-            self.scheduler.hold(sequence, sequence.request_id, self.now + 6)
-            self.held.append(sequence.request_id)
+        for prefilled in step.prefilled:
+            self.scheduler.hold(prefilled, prefilled.request_id, self.now + 6)
+            self.held.append(prefilled.request_id)
 
     @staticmethod
     def _pick(items: list[Any], data: st.DataObject) -> Any:
