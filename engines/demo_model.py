@@ -131,13 +131,15 @@ def _download(folder: Path, on_progress: OnProgress) -> Path:
             [*command, _PACKAGE], stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "TMPDIR": str(folder)}
         ) as pip,
     ):
+        seen = 0  # most bytes: pip moves what it has got, and for a moment there are two copies
         try:
             for _ in range(int(_DOWNLOAD_TIMEOUT_S / _POLL_S)):
                 try:
                     pip.wait(_POLL_S)
                     break
                 except subprocess.TimeoutExpired:
-                    on_progress("downloading", _DOWNLOADED * min(1.0, _size(folder) / _WHEEL_BYTES))
+                    seen = max(seen, _size(folder))
+                    on_progress("downloading", _DOWNLOADED * min(1.0, seen / _WHEEL_BYTES))
         finally:
             pip.kill()  # when it took too long or we were interrupted; else it has ended
         wheels = list(folder.glob("*.whl"))
