@@ -49,6 +49,11 @@ class RouterStub:
                 request_serializer=tokenmill_dot_router_dot_v1_dot_router__pb2.GetIndexRequest.SerializeToString,
                 response_deserializer=tokenmill_dot_router_dot_v1_dot_router__pb2.WorkerBlocks.FromString,
                 _registered_method=True)
+        self.ConfirmDraining = channel.unary_unary(
+                '/tokenmill.router.v1.Router/ConfirmDraining',
+                request_serializer=tokenmill_dot_router_dot_v1_dot_router__pb2.ConfirmDrainingRequest.SerializeToString,
+                response_deserializer=tokenmill_dot_router_dot_v1_dot_router__pb2.ConfirmDrainingResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServicer:
@@ -74,6 +79,14 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ConfirmDraining(self, request, context):
+        """Asked by an instance that drains: answers as soon as nothing is placed on it any more. Waits for that as long as the
+        call may take, ten seconds at most.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +104,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.GetIndex,
                     request_deserializer=tokenmill_dot_router_dot_v1_dot_router__pb2.GetIndexRequest.FromString,
                     response_serializer=tokenmill_dot_router_dot_v1_dot_router__pb2.WorkerBlocks.SerializeToString,
+            ),
+            'ConfirmDraining': grpc.unary_unary_rpc_method_handler(
+                    servicer.ConfirmDraining,
+                    request_deserializer=tokenmill_dot_router_dot_v1_dot_router__pb2.ConfirmDrainingRequest.FromString,
+                    response_serializer=tokenmill_dot_router_dot_v1_dot_router__pb2.ConfirmDrainingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,6 +192,33 @@ class Router:
             '/tokenmill.router.v1.Router/GetIndex',
             tokenmill_dot_router_dot_v1_dot_router__pb2.GetIndexRequest.SerializeToString,
             tokenmill_dot_router_dot_v1_dot_router__pb2.WorkerBlocks.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ConfirmDraining(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenmill.router.v1.Router/ConfirmDraining',
+            tokenmill_dot_router_dot_v1_dot_router__pb2.ConfirmDrainingRequest.SerializeToString,
+            tokenmill_dot_router_dot_v1_dot_router__pb2.ConfirmDrainingResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -19,6 +19,10 @@ class RouterStub:
     """What came of earlier placements, in batches."""
     GetIndex: _aio.UnaryStreamMultiCallable[_router_pb2.GetIndexRequest, _router_pb2.WorkerBlocks]
     """For diagnosis and tests: the index, a worker a message."""
+    ConfirmDraining: _aio.UnaryUnaryMultiCallable[_router_pb2.ConfirmDrainingRequest, _router_pb2.ConfirmDrainingResponse]
+    """Asked by an instance that drains: answers as soon as nothing is placed on it any more. Waits for that as long as the
+    call may take, ten seconds at most.
+    """
 
 class RouterServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -43,5 +47,15 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_router_pb2.GetIndexRequest, _abc.AsyncIterator[_router_pb2.WorkerBlocks]],
     ) -> _abc.AsyncIterator[_router_pb2.WorkerBlocks]:
         """For diagnosis and tests: the index, a worker a message."""
+
+    @_abc_1.abstractmethod
+    def ConfirmDraining(
+        self,
+        request: _router_pb2.ConfirmDrainingRequest,
+        context: _aio.ServicerContext[_router_pb2.ConfirmDrainingRequest, _abc.Awaitable[_router_pb2.ConfirmDrainingResponse]],
+    ) -> _abc.Awaitable[_router_pb2.ConfirmDrainingResponse]:
+        """Asked by an instance that drains: answers as soon as nothing is placed on it any more. Waits for that as long as the
+        call may take, ten seconds at most.
+        """
 
 def add_RouterServicer_to_server(servicer: RouterServicer, server: _aio.Server) -> None: ...
