@@ -38,6 +38,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     max_batched_tokens: int
     eos_token_ids: tuple[int, ...] = ()
     capabilities: tuple[str, ...] = ()
+    loras: tuple[str, ...] = ()
+    """LoRA adapters it can apply."""
 
 
 class Instance(msgspec.Struct, frozen=True):

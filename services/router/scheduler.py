@@ -6,7 +6,7 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from controlplane.errors import InvalidRequest, NotFound, Unavailable
+from controlplane.errors import InvalidRequest, NotFound, Overloaded, Unavailable
 from controlplane.instances import State
 from kvcache.index import KvIndex
 from services.router.placements import Book, Load, Share
@@ -14,7 +14,7 @@ from services.router.policies import Job, Policy, Score
 from services.router.predictions import Predictions
 from services.router.workers import Pool, Roster, Worker
 
-__all__ = ["Candidate", "Decision", "Explanation", "Request", "Scheduler"]
+__all__ = ["Candidate", "Decision", "Explanation", "NoRoom", "Request", "Scheduler"]
 
 RETRY_AFTER_S = 1.0
 """Advice to a request that nobody can serve now: about what a worker takes to be seen READY."""
@@ -29,6 +29,29 @@ class Request:
     block_hashes: Sequence[int]
     prompt_tokens: int
     excluded: Collection[str] = ()
+    """Instances not to use."""
+    avoided: Collection[str] = ()
+    """Instances to use only when no other can serve."""
+    max_tokens: int = 0
+    """Most tokens the answer may have; 0: unknown."""
+    priority: int = 0
+    tenant: str = ""
+    lora: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """What a worker's labels must say."""
+    capabilities: Collection[str] = ()
+    """What a worker must be capable of."""
+    session_id: str = ""
+    session_hard: bool = False
+    """The session's worker or nobody, as long as that worker lives."""
+    pinned: str = ""
+    """This decode worker or nobody."""
+    timeout_s: float = 0.0
+    """Time the whole answer may take; 0: no limit."""
+
+
+class NoRoom(Overloaded):
+    """Every worker that could take the request is full now; it can be tried again when one has freed something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +117,13 @@ class Scheduler:
         self._predictions = predictions
         self._chance = chance
 
-    def schedule(self, request: Request, now: float, *, explain: bool = False) -> Decision:
-        """Raises `InvalidRequest`, `NotFound` (unknown model) or `Unavailable` (none of its workers can serve now)."""
+    def schedule(self, request: Request, now: float, *, may_wait: bool = False, explain: bool = False) -> Decision:
+        """Raises `InvalidRequest`, `NotFound` (unknown model) or `Unavailable` (none of its workers can serve now).
+
+        With `may_wait`, raises `NoRoom` and changes nothing while every worker for one of its jobs is full: as many
+        requests as it runs at a time, or fewer KV blocks left than the request needs. Without, a full worker is taken
+        where all are, and the request waits there. A worker with room is always taken before a full one.
+        """
         if request.prompt_tokens < 1:
             raise InvalidRequest("prompt_tokens is 0; a prompt has at least one token", param="prompt_tokens")
         pool = self._roster.pool(request.model)

@@ -21,6 +21,17 @@ class Worker:
     role: str
     state: State
     format: KvFormat
+    total_blocks: int = 0
+    """KV blocks it has in all; 0, here and below: not known, no limit."""
+    max_num_seqs: int = 0
+    """Requests it runs at a time."""
+    max_batched_tokens: int = 0
+    """Tokens it computes in one step."""
+    labels: tuple[tuple[str, str], ...] = ()
+    """Sorted."""
+    capabilities: frozenset[str] = frozenset()
+    loras: frozenset[str] = frozenset()
+    """LoRA adapters it serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,12 @@ class Roster:
                         instance.role,
                         instance.state,
                         formats.setdefault(card.format, card.format),
+                        card.total_blocks,
+                        card.max_num_seqs,
+                        card.max_batched_tokens,
+                        tuple(sorted(instance.labels.items())),
+                        frozenset(card.capabilities),
+                        frozenset(card.loras),
                     )
                 )
         self._pools = {model: Pool(those) for model, those in workers.items()}
