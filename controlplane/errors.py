@@ -7,6 +7,7 @@
     ├── Unauthenticated      no key, or a wrong one
     ├── Overloaded           full; try again later
     ├── Unavailable          nobody can serve this now; try again later
+    │   └── Draining         this instance is being taken out of use; another one can
     ├── DeadlineExceeded     the request's own time ran out
     ├── Cancelled            the caller went away or asked to stop
     ├── KvRefused            a KV handle is expired, foreign or of another format
@@ -26,6 +27,7 @@ import grpc
 __all__ = [
     "Cancelled",
     "DeadlineExceeded",
+    "Draining",
     "EngineFailed",
     "InvalidRequest",
     "KvRefused",
@@ -101,6 +103,12 @@ class Unavailable(TokenmillError):
     http_status = 503
 
 
+class Draining(Unavailable):
+    """This instance takes no new work, or has no more time for it. Nothing is wrong with it or with the request."""
+
+    code = "draining"
+
+
 class DeadlineExceeded(TokenmillError):
     """The time the caller allowed is over."""
 
@@ -147,7 +155,7 @@ def error_class(code: str) -> type[TokenmillError]:
 _BY_CODE: dict[str, type[TokenmillError]] = {
     cls.code: cls
     for cls in (
-        InvalidRequest, Unsupported, NotFound, Unauthenticated, Overloaded, Unavailable,
+        InvalidRequest, Unsupported, NotFound, Unauthenticated, Overloaded, Unavailable, Draining,
         DeadlineExceeded, Cancelled, KvRefused, EngineFailed, SettingsError,
     )
 }  # fmt: skip

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from controlplane.errors import (
     DeadlineExceeded,
+    Draining,
     InvalidRequest,
     Overloaded,
     TokenmillError,
@@ -156,7 +157,7 @@ class LiveRequests:
         `InvalidRequest`, `Overloaded` or what the engine raises; then nothing of the request remains.
         """
         if self._draining:
-            raise Unavailable("this worker is draining: try another")
+            raise Draining("this worker is draining: try another")
         if request.request_id in self._live:
             raise InvalidRequest(f"request_id {request.request_id!r} is being served already", param="request_id")
         if len(self._live) >= self._info.max_num_seqs + self._limits.max_waiting:
@@ -195,15 +196,21 @@ class LiveRequests:
         return cancelled
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes no new request and waits for the running ones; those that outlast `timeout_s` fail `Unavailable`."""
+        """Takes no new request and waits for the running ones; those that outlast `timeout_s` fail `Draining`.
+
+        Cancelled, it takes new requests again.
+        """
         self._draining = True
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
+        except asyncio.CancelledError:
+            self._draining = False
+            raise
         except TimeoutError:
             self._log.warning("requests outlasted the drain", requests=len(self._live))
             for live in list(self._live.values()):
-                self._end(live, FinishReason.ERROR, Unavailable("the worker was stopped before the answer was whole"))
+                self._end(live, FinishReason.ERROR, Draining("the worker was stopped before the answer was whole"))
             with suppress(TimeoutError):
                 async with asyncio.timeout(2 * _ENGINE_GRACE_S):
                     await self._idle.wait()

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from prometheus_client import Counter
 
-from controlplane.errors import DeadlineExceeded, InvalidRequest, Overloaded, TokenmillError, Unavailable
+from controlplane.errors import DeadlineExceeded, Draining, InvalidRequest, Overloaded, TokenmillError, Unavailable
 from controlplane.telemetry import get_logger
 from engines.base import EngineInfo, EngineRequest, PrefillResult
 from engines.host.admission import check_model, check_prefill
@@ -71,7 +71,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def drain(self, timeout_s: float) -> None:
         """Refuses new prompts; waits for the running ones, and for held KV to be read, released or expired.
 
-        Prompts that outlast `timeout_s` fail `Unavailable`.
+        Prompts that outlast `timeout_s` fail `Draining`. Cancelled, it takes new prompts again.
         """
         self._draining = True
         if self._serving is None:
@@ -82,6 +82,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 await self._idle.wait()
                 while engine.load().kv_leases:  # noqa: ASYNC110  the engine has no event for this
                     await asyncio.sleep(_LEASE_POLL_S)
+        except asyncio.CancelledError:
+            self._draining = False
+            raise
         except TimeoutError:
             self._log.warning("work outlasted the drain", prompts=len(self._running), kv_leases=engine.load().kv_leases)
             for timeout in self._running.values():
@@ -127,7 +130,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     async def _prefill(self, worker: StartedEngine, request: EngineRequest, time_left_s: float | None) -> PrefillResult:
         if self._draining:
-            raise Unavailable("this worker is draining: try another")
+            raise Draining("this worker is draining: try another")
         if request.request_id in self._running:
             raise InvalidRequest(f"request_id {request.request_id!r} is being computed already", param="request_id")
         if len(self._running) >= worker.info.max_num_seqs + self._limits.max_waiting:
@@ -147,7 +150,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                         self._idle.set()
         except TimeoutError:
             if self._draining:
-                raise Unavailable("the worker was stopped before the prompt was computed") from None
+                raise Draining("the worker was stopped before the prompt was computed") from None
             raise DeadlineExceeded("the prompt was not computed in the time the call had") from None
 
     def _remember(self, request_id: str, handle_id: str) -> None:

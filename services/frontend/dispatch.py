@@ -19,7 +19,7 @@ import grpc
 
 from controlplane.channels import Channels
 from controlplane.discovery import Discovery
-from controlplane.errors import InvalidRequest, Overloaded, TokenmillError, Unavailable
+from controlplane.errors import Draining, InvalidRequest, Overloaded, TokenmillError, Unavailable
 from controlplane.grpc_errors import from_rpc_error
 from controlplane.instances import State
 from controlplane.telemetry import get_logger
@@ -42,6 +42,8 @@ __all__ = ["Dispatcher"]
 T = TypeVar("T")
 
 _RELEASE_TIMEOUT_S = 2.0
+_ROUTERS = (State.READY, State.SUSPECT, State.DRAINING)
+"""The states in which a router decides, the best first."""
 
 
 @dataclass(slots=True)
@@ -98,6 +100,7 @@ class Dispatcher:
         """Returns when the answer is complete. Raises what ended it; cancelling it cancels the work on every worker."""
         self._metrics.prompt_tokens.inc(len(answer.generation.prompt))
         excluded: list[str] = []
+        attempts = 0
         refusal: TokenmillError | None = None
         while True:
             try:
@@ -112,7 +115,8 @@ class Dispatcher:
                 if answer.ended.exception() is None:
                     return  # all of it had come before
                 excluded.append(placement.decode.instance_id)
-                self._move(answer, error, left=placement.decode.instance_id, attempts=len(excluded))
+                attempts += not isinstance(error, Draining)  # says nothing of the request; each instance drains once
+                self._move(answer, error, left=placement.decode.instance_id, attempts=attempts)
                 refusal = error
             else:
                 return
@@ -195,9 +199,9 @@ class Dispatcher:
 
     async def _place(self, answer: Answer, excluded: list[str]) -> _Placement:
         generation = answer.generation
-        routers = [one for one in self._discovery.by_service("router") if one.state in (State.READY, State.SUSPECT)]
+        routers = [one for one in self._discovery.by_service("router") if one.state in _ROUTERS]
         if routers:
-            router = min(routers, key=lambda one: (one.state is not State.READY, one.instance_id)).address
+            router = min(routers, key=lambda one: (_ROUTERS.index(one.state), one.instance_id)).address
             try:
                 return await self._ask_router(router, answer, excluded)
             except (Overloaded, InvalidRequest):

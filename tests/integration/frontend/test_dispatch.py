@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from controlplane.discovery import Discovery
 from controlplane.embedded import EmbeddedEtcd
-from controlplane.errors import EngineFailed, Overloaded, Unavailable
+from controlplane.errors import Draining, EngineFailed, Overloaded, Unavailable
 from kvcache.hashing import hash_blocks, root_hash
 from tests.integration.frontend.peers import (
     Frontend,
@@ -189,6 +189,20 @@ async def test_when_decode_refuses_its_kv_is_given_back_and_another_worker_answe
     assert prefill.released == [f"kv-{first.request_id}"]
     assert free.requests[0].request.kv.handle_id == f"kv-{second.request_id}"
     assert first.request_id != second.request_id, "what is late of the first must not meet the second"
+
+
+async def test_workers_that_drain_use_up_none_of_an_answers_attempts(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    draining, free = [ScriptedDecode(answer) for _ in range(3)], ScriptedDecode(answer)
+    for one in draining:
+        one.refusal, one.model = Draining("this worker is draining: try another"), free.model
+    async with AsyncExitStack() as stack:
+        for one in (*draining, free):
+            await stack.enter_async_context(serving(frontend, one))
+        router.targets = [*draining, free]
+        done = await http.post("/v1/completions", json=asks(free.model))
+    assert done.json()["choices"][0]["text"] == "fine", "three attempts is the most there are"
 
 
 async def test_the_router_hears_of_a_first_token_while_the_answer_goes_on(

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from controlplane.channels import Channels
-from controlplane.errors import InvalidRequest, NotFound, Overloaded, TokenmillError, Unavailable, Unsupported
+from controlplane.errors import Draining, InvalidRequest, NotFound, Overloaded, TokenmillError, Unavailable, Unsupported
 from controlplane.grpc_errors import ErrorInterceptor, from_rpc_error
 from engines.base import Capability, FinishReason, KvOutcome, PrefillResult, Usage
 from engines.host.convert import handle_to_proto
@@ -266,8 +266,22 @@ async def test_a_request_that_outlasts_the_drain_fails(serve_decode: ServeDecode
         await asyncio.wait_for(decode.service.drain(timeout_s=0.1), 1)
         decode.service.close()
         await until(lambda: 1 in frontend.finished)
-    assert frontend.finished[1].error.code == "unavailable"
+    assert frontend.finished[1].error.code == "draining"
     assert decode.engine.aborted == ["a"]
+
+
+async def test_a_drain_taken_back_lets_new_requests_in_again(decode: Worker) -> None:
+    async with decode.attached() as frontend:
+        await decode.submit("a", 1)
+        draining = asyncio.create_task(decode.service.drain(timeout_s=10))
+        await asyncio.sleep(0.05)
+        assert isinstance(await refusal(decode.submit("b", 2)), Draining)
+        draining.cancel()
+        await asyncio.gather(draining, return_exceptions=True)
+        await decode.submit("c", 3)
+        decode.engine.finish("a")
+        decode.engine.finish("c")
+        await until(lambda: {1, 3} <= frontend.finished.keys())
 
 
 async def test_a_worker_that_still_loads_refuses_every_call() -> None:

@@ -9,7 +9,15 @@ from typing import Any
 import grpc
 import pytest
 
-from controlplane.errors import DeadlineExceeded, EngineFailed, InvalidRequest, NotFound, Overloaded, Unavailable
+from controlplane.errors import (
+    DeadlineExceeded,
+    Draining,
+    EngineFailed,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    Unavailable,
+)
 from controlplane.grpc_errors import from_rpc_error
 from tests.scripted_engine import FORMAT, INFO
 from tokenmill.prefill.v1 import prefill_pb2
@@ -150,6 +158,16 @@ async def test_draining_waits_for_prompts_and_for_held_kv(prefill: Worker) -> No
     assert not draining.done(), "its KV has not been read"
     await prefill.stub.Release(prefill_pb2.ReleaseRequest(handle_id=handle.handle_id, epoch=handle.epoch))
     await asyncio.wait_for(draining, 1)
+
+
+async def test_a_drain_taken_back_lets_new_prompts_in_again(prefill: Worker) -> None:
+    held = (await run(prefill)).handle
+    draining = asyncio.create_task(prefill.service.drain(timeout_s=10))
+    await asyncio.sleep(0.05)
+    assert isinstance(await refusal(run(prefill, "new")), Draining)
+    draining.cancel()
+    await asyncio.gather(draining, return_exceptions=True)
+    assert (await run(prefill, "newer")).handle.handle_id != held.handle_id
 
 
 async def test_a_prompt_that_outlasts_the_drain_fails(prefill: Worker) -> None:

@@ -240,7 +240,7 @@ async def test_an_answer_that_outlasts_the_drain_fails_and_the_worker_ends(start
         await until(lambda: 1 in frontend.tokens)
         worker.process.send_signal(signal.SIGTERM)
         await until(lambda: 1 in frontend.finished)
-    assert frontend.finished[1].error.code == "unavailable"
+    assert frontend.finished[1].error.code == "draining"
     assert await asyncio.wait_for(worker.process.wait(), 10) == 0
 
 
