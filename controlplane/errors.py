@@ -7,6 +7,8 @@
     ├── Unauthenticated      no key, or a wrong one
     ├── Overloaded           full; try again later
     ├── Unavailable          nobody can serve this now; try again later
+    │   ├── Draining         this instance is about to leave; another one can
+    │   └── Stalled          this instance's engine makes no steps; it may go on
     │   └── Draining         this instance is being taken out of use; another one can
     ├── DeadlineExceeded     the request's own time ran out
     ├── Cancelled            the caller went away or asked to stop
@@ -34,6 +36,7 @@ __all__ = [
     "NotFound",
     "Overloaded",
     "SettingsError",
+    "Stalled",
     "TokenmillError",
     "Unauthenticated",
     "Unavailable",
@@ -107,6 +110,18 @@ class Draining(Unavailable):
     """This instance takes no new work, or has no more time for it. Nothing is wrong with it or with the request."""
 
     code = "draining"
+
+
+class Draining(Unavailable):
+    """The instance takes no new work, or gives up what it has, because it is about to leave. Nothing is wrong."""
+
+    code = "draining"
+
+
+class Stalled(Unavailable):
+    """The engine has work and makes no steps. What it had was given up; once it moves again it is as good as before."""
+
+    code = "stalled"
 
 
 class DeadlineExceeded(TokenmillError):

@@ -25,39 +25,41 @@ _sym_db = _symbol_database.Default()
 from tokenmill.common.v1 import common_pb2 as tokenmill_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tokenmill/decode/v1/decode.proto\x12\x13tokenmill.decode.v1\x1a tokenmill/common/v1/common.proto\"\xfb\x01\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\tattach_id\x18\x03 \x01(\t\x12\x0c\n\x04slot\x18\x04 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12/\n\x08sampling\x18\x06 \x01(\x0b\x32\x1d.tokenmill.common.v1.Sampling\x12.\n\x02kv\x18\x07 \x01(\x0b\x32\x1d.tokenmill.common.v1.KvHandleH\x00\x88\x01\x01\x12\x12\n\ntimeout_ms\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x05\x42\x05\n\x03_kv\"\x10\n\x0eSubmitResponse\"$\n\rCancelRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"#\n\x0e\x43\x61ncelResponse\x12\x11\n\tcancelled\x18\x01 \x01(\r\"N\n\rAttachRequest\x12\x11\n\tattach_id\x18\x01 \x01(\t\x12\x19\n\x0cmin_flush_ms\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_min_flush_ms\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"E\n\x10PositionLogprobs\x12\x31\n\x06tokens\x18\x01 \x03(\x0b\x32!.tokenmill.decode.v1.TokenLogprob\"V\n\x0cSlotLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x38\n\tpositions\x18\x02 \x03(\x0b\x32%.tokenmill.decode.v1.PositionLogprobs\"\xd5\x01\n\x08\x46inished\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x31\n\x06reason\x18\x02 \x01(\x0e\x32!.tokenmill.common.v1.FinishReason\x12)\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1a.tokenmill.common.v1.Error\x12)\n\x05usage\x18\x04 \x01(\x0b\x32\x1a.tokenmill.common.v1.Usage\x12\x32\n\nkv_outcome\x18\x05 \x01(\x0e\x32\x1e.tokenmill.decode.v1.KvOutcome\"\xa3\x01\n\tStepBatch\x12\r\n\x05slots\x18\x01 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12/\n\x08\x66inished\x18\x04 \x03(\x0b\x32\x1d.tokenmill.decode.v1.Finished\x12\x33\n\x08logprobs\x18\x05 \x03(\x0b\x32!.tokenmill.decode.v1.SlotLogprobs\"\xc8\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.tokenmill.common.v1.Sampling\x12.\n\x02kv\x18\x05 \x01(\x0b\x32\x1d.tokenmill.common.v1.KvHandleH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x06 \x01(\x05\x42\x05\n\x03_kv\"\xa1\x01\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x37\n\x08logprobs\x18\x02 \x03(\x0b\x32%.tokenmill.decode.v1.PositionLogprobs\x12\x34\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.tokenmill.decode.v1.FinishedH\x00\x88\x01\x01\x42\x0b\n\t_finished*\xd0\x01\n\tKvOutcome\x12\x1a\n\x16KV_OUTCOME_UNSPECIFIED\x10\x00\x12\x13\n\x0fKV_OUTCOME_READ\x10\x01\x12\x14\n\x10KV_OUTCOME_LOCAL\x10\x02\x12\x16\n\x12KV_OUTCOME_TOO_OLD\x10\x03\x12\x13\n\x0fKV_OUTCOME_LATE\x10\x04\x12\x16\n\x12KV_OUTCOME_CORRUPT\x10\x05\x12\x1a\n\x16KV_OUTCOME_UNREACHABLE\x10\x06\x12\x1b\n\x17KV_OUTCOME_INCOMPATIBLE\x10\x07\x32\xd9\x02\n\x06\x44\x65\x63ode\x12Q\n\x06Submit\x12\".tokenmill.decode.v1.SubmitRequest\x1a#.tokenmill.decode.v1.SubmitResponse\x12Q\n\x06\x43\x61ncel\x12\".tokenmill.decode.v1.CancelRequest\x1a#.tokenmill.decode.v1.CancelResponse\x12N\n\x06\x41ttach\x12\".tokenmill.decode.v1.AttachRequest\x1a\x1e.tokenmill.decode.v1.StepBatch0\x01\x12Y\n\x08Generate\x12$.tokenmill.decode.v1.GenerateRequest\x1a%.tokenmill.decode.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n tokenmill/decode/v1/decode.proto\x12\x13tokenmill.decode.v1\x1a tokenmill/common/v1/common.proto\"\x8a\x02\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\tattach_id\x18\x03 \x01(\t\x12\x0c\n\x04slot\x18\x04 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\x12/\n\x08sampling\x18\x06 \x01(\x0b\x32\x1d.tokenmill.common.v1.Sampling\x12.\n\x02kv\x18\x07 \x01(\x0b\x32\x1d.tokenmill.common.v1.KvHandleH\x00\x88\x01\x01\x12\x12\n\ntimeout_ms\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x05\x12\r\n\x05\x65poch\x18\n \x01(\x04\x42\x05\n\x03_kv\"\x10\n\x0eSubmitResponse\"$\n\rCancelRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"#\n\x0e\x43\x61ncelResponse\x12\x11\n\tcancelled\x18\x01 \x01(\r\"N\n\rAttachRequest\x12\x11\n\tattach_id\x18\x01 \x01(\t\x12\x19\n\x0cmin_flush_ms\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_min_flush_ms\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"E\n\x10PositionLogprobs\x12\x31\n\x06tokens\x18\x01 \x03(\x0b\x32!.tokenmill.decode.v1.TokenLogprob\"V\n\x0cSlotLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x38\n\tpositions\x18\x02 \x03(\x0b\x32%.tokenmill.decode.v1.PositionLogprobs\"\xd5\x01\n\x08\x46inished\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x31\n\x06reason\x18\x02 \x01(\x0e\x32!.tokenmill.common.v1.FinishReason\x12)\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1a.tokenmill.common.v1.Error\x12)\n\x05usage\x18\x04 \x01(\x0b\x32\x1a.tokenmill.common.v1.Usage\x12\x32\n\nkv_outcome\x18\x05 \x01(\x0e\x32\x1e.tokenmill.decode.v1.KvOutcome\"V\n\x05Pulse\x12\x18\n\x10waiting_requests\x18\x01 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x02 \x01(\x04\x12\x14\n\x0cstep_time_us\x18\x03 \x01(\r\"\xdd\x01\n\tStepBatch\x12\r\n\x05slots\x18\x01 \x03(\r\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12/\n\x08\x66inished\x18\x04 \x03(\x0b\x32\x1d.tokenmill.decode.v1.Finished\x12\x33\n\x08logprobs\x18\x05 \x03(\x0b\x32!.tokenmill.decode.v1.SlotLogprobs\x12.\n\x05pulse\x18\x06 \x01(\x0b\x32\x1a.tokenmill.decode.v1.PulseH\x00\x88\x01\x01\x42\x08\n\x06_pulse\"\xc8\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.tokenmill.common.v1.Sampling\x12.\n\x02kv\x18\x05 \x01(\x0b\x32\x1d.tokenmill.common.v1.KvHandleH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x06 \x01(\x05\x42\x05\n\x03_kv\"\xa1\x01\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x37\n\x08logprobs\x18\x02 \x03(\x0b\x32%.tokenmill.decode.v1.PositionLogprobs\x12\x34\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.tokenmill.decode.v1.FinishedH\x00\x88\x01\x01\x42\x0b\n\t_finished*\xd0\x01\n\tKvOutcome\x12\x1a\n\x16KV_OUTCOME_UNSPECIFIED\x10\x00\x12\x13\n\x0fKV_OUTCOME_READ\x10\x01\x12\x14\n\x10KV_OUTCOME_LOCAL\x10\x02\x12\x16\n\x12KV_OUTCOME_TOO_OLD\x10\x03\x12\x13\n\x0fKV_OUTCOME_LATE\x10\x04\x12\x16\n\x12KV_OUTCOME_CORRUPT\x10\x05\x12\x1a\n\x16KV_OUTCOME_UNREACHABLE\x10\x06\x12\x1b\n\x17KV_OUTCOME_INCOMPATIBLE\x10\x07\x32\xd9\x02\n\x06\x44\x65\x63ode\x12Q\n\x06Submit\x12\".tokenmill.decode.v1.SubmitRequest\x1a#.tokenmill.decode.v1.SubmitResponse\x12Q\n\x06\x43\x61ncel\x12\".tokenmill.decode.v1.CancelRequest\x1a#.tokenmill.decode.v1.CancelResponse\x12N\n\x06\x41ttach\x12\".tokenmill.decode.v1.AttachRequest\x1a\x1e.tokenmill.decode.v1.StepBatch0\x01\x12Y\n\x08Generate\x12$.tokenmill.decode.v1.GenerateRequest\x1a%.tokenmill.decode.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tokenmill.decode.v1.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVOUTCOME']._serialized_start=1478
-  _globals['_KVOUTCOME']._serialized_end=1686
+  _globals['_KVOUTCOME']._serialized_start=1639
+  _globals['_KVOUTCOME']._serialized_end=1847
   _globals['_SUBMITREQUEST']._serialized_start=92
-  _globals['_SUBMITREQUEST']._serialized_end=343
-  _globals['_SUBMITRESPONSE']._serialized_start=345
-  _globals['_SUBMITRESPONSE']._serialized_end=361
-  _globals['_CANCELREQUEST']._serialized_start=363
-  _globals['_CANCELREQUEST']._serialized_end=399
-  _globals['_CANCELRESPONSE']._serialized_start=401
-  _globals['_CANCELRESPONSE']._serialized_end=436
-  _globals['_ATTACHREQUEST']._serialized_start=438
-  _globals['_ATTACHREQUEST']._serialized_end=516
-  _globals['_TOKENLOGPROB']._serialized_start=518
-  _globals['_TOKENLOGPROB']._serialized_end=567
-  _globals['_POSITIONLOGPROBS']._serialized_start=569
-  _globals['_POSITIONLOGPROBS']._serialized_end=638
-  _globals['_SLOTLOGPROBS']._serialized_start=640
-  _globals['_SLOTLOGPROBS']._serialized_end=726
-  _globals['_FINISHED']._serialized_start=729
-  _globals['_FINISHED']._serialized_end=942
-  _globals['_STEPBATCH']._serialized_start=945
-  _globals['_STEPBATCH']._serialized_end=1108
-  _globals['_GENERATEREQUEST']._serialized_start=1111
-  _globals['_GENERATEREQUEST']._serialized_end=1311
-  _globals['_GENERATERESPONSE']._serialized_start=1314
-  _globals['_GENERATERESPONSE']._serialized_end=1475
-  _globals['_DECODE']._serialized_start=1689
-  _globals['_DECODE']._serialized_end=2034
+  _globals['_SUBMITREQUEST']._serialized_end=358
+  _globals['_SUBMITRESPONSE']._serialized_start=360
+  _globals['_SUBMITRESPONSE']._serialized_end=376
+  _globals['_CANCELREQUEST']._serialized_start=378
+  _globals['_CANCELREQUEST']._serialized_end=414
+  _globals['_CANCELRESPONSE']._serialized_start=416
+  _globals['_CANCELRESPONSE']._serialized_end=451
+  _globals['_ATTACHREQUEST']._serialized_start=453
+  _globals['_ATTACHREQUEST']._serialized_end=531
+  _globals['_TOKENLOGPROB']._serialized_start=533
+  _globals['_TOKENLOGPROB']._serialized_end=582
+  _globals['_POSITIONLOGPROBS']._serialized_start=584
+  _globals['_POSITIONLOGPROBS']._serialized_end=653
+  _globals['_SLOTLOGPROBS']._serialized_start=655
+  _globals['_SLOTLOGPROBS']._serialized_end=741
+  _globals['_FINISHED']._serialized_start=744
+  _globals['_FINISHED']._serialized_end=957
+  _globals['_PULSE']._serialized_start=959
+  _globals['_PULSE']._serialized_end=1045
+  _globals['_STEPBATCH']._serialized_start=1048
+  _globals['_STEPBATCH']._serialized_end=1269
+  _globals['_GENERATEREQUEST']._serialized_start=1272
+  _globals['_GENERATEREQUEST']._serialized_end=1472
+  _globals['_GENERATERESPONSE']._serialized_start=1475
+  _globals['_GENERATERESPONSE']._serialized_end=1636
+  _globals['_DECODE']._serialized_start=1850
+  _globals['_DECODE']._serialized_end=2195
 # @@protoc_insertion_point(module_scope)

@@ -77,6 +77,7 @@ class SubmitRequest(_message.Message):
     KV_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     attach_id: _builtins.str
@@ -87,6 +88,8 @@ class SubmitRequest(_message.Message):
     """Time the whole answer may take from now. 0: no limit."""
     priority: _builtins.int
     """Higher runs first. Default 0."""
+    epoch: _builtins.int
+    """The worker's epoch, as the caller knows it: another epoch refuses, "unavailable". 0: any."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The whole prompt, also when its KV comes by handle."""
@@ -109,10 +112,11 @@ class SubmitRequest(_message.Message):
         kv: _common_pb2.KvHandle | None = ...,
         timeout_ms: _builtins.int = ...,
         priority: _builtins.int = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_kv", b"_kv", "kv", b"kv", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv", b"_kv", "attach_id", b"attach_id", "kv", b"kv", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "slot", b"slot", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv", b"_kv", "attach_id", b"attach_id", "epoch", b"epoch", "kv", b"kv", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "slot", b"slot", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__kv: _TypeAlias = _typing.Literal["kv"]  # noqa: Y015
     _WhichOneofArgType__kv: _TypeAlias = _typing.Literal["_kv", b"_kv"]  # noqa: Y015
@@ -309,6 +313,38 @@ class Finished(_message.Message):
 Global___Finished: _TypeAlias = Finished  # noqa: Y015
 
 @_typing.final
+class Pulse(_message.Message):
+    """How the worker's engine does, once a second. It comes in order with the tokens: whoever got none between two pulses was
+    given none.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
+    QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    STEP_TIME_US_FIELD_NUMBER: _builtins.int
+    waiting_requests: _builtins.int
+    """Requests that wait for room or have been put back: they get no tokens, and nothing is wrong."""
+    queued_prefill_tokens: _builtins.int
+    """Prompt tokens accepted and not yet computed."""
+    step_time_us: _builtins.int
+    """Mean time of the engine's recent steps. 0: no step yet."""
+    def __init__(
+        self,
+        *,
+        waiting_requests: _builtins.int = ...,
+        queued_prefill_tokens: _builtins.int = ...,
+        step_time_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queued_prefill_tokens", b"queued_prefill_tokens", "step_time_us", b"step_time_us", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pulse: _TypeAlias = Pulse  # noqa: Y015
+
+@_typing.final
 class StepBatch(_message.Message):
     """Everything new since the last message, as parallel columns: slots[i] has the next counts[i] entries of token_ids.
     Empty: a heartbeat, sent each second when nothing else is. At most 1 MiB; a larger step is split.
@@ -321,6 +357,7 @@ class StepBatch(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    PULSE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -331,6 +368,10 @@ class StepBatch(_message.Message):
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finished]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotLogprobs]: ...
+    @_builtins.property
+    def pulse(self) -> Global___Pulse:
+        """Unset: none is due in this message."""
+
     def __init__(
         self,
         *,
@@ -339,12 +380,15 @@ class StepBatch(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finished: _abc.Iterable[Global___Finished] | None = ...,
         logprobs: _abc.Iterable[Global___SlotLogprobs] | None = ...,
+        pulse: Global___Pulse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_pulse", b"_pulse", "pulse", b"pulse"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "finished", b"finished", "logprobs", b"logprobs", "slots", b"slots", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pulse", b"_pulse", "counts", b"counts", "finished", b"finished", "logprobs", b"logprobs", "pulse", b"pulse", "slots", b"slots", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__pulse: _TypeAlias = _typing.Literal["pulse"]  # noqa: Y015
+    _WhichOneofArgType__pulse: _TypeAlias = _typing.Literal["_pulse", b"_pulse"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pulse) -> _WhichOneofReturnType__pulse | None: ...
 
 Global___StepBatch: _TypeAlias = StepBatch  # noqa: Y015
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tokenmill.common.v1 import common_pb2 as tokenmill_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"tokenmill/prefill/v1/prefill.proto\x12\x14tokenmill.prefill.v1\x1a tokenmill/common/v1/common.proto\"\x8c\x01\n\nRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.tokenmill.common.v1.Sampling\x12\x10\n\x08priority\x18\x05 \x01(\x05\"g\n\x0bRunResponse\x12-\n\x06handle\x18\x01 \x01(\x0b\x32\x1d.tokenmill.common.v1.KvHandle\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x12\n\nelapsed_ms\x18\x03 \x01(\r\"F\n\x0eReleaseRequest\x12\x11\n\thandle_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"#\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\x32\xad\x01\n\x07Prefill\x12J\n\x03Run\x12 .tokenmill.prefill.v1.RunRequest\x1a!.tokenmill.prefill.v1.RunResponse\x12V\n\x07Release\x12$.tokenmill.prefill.v1.ReleaseRequest\x1a%.tokenmill.prefill.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"tokenmill/prefill/v1/prefill.proto\x12\x14tokenmill.prefill.v1\x1a tokenmill/common/v1/common.proto\"\x9b\x01\n\nRunRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12/\n\x08sampling\x18\x04 \x01(\x0b\x32\x1d.tokenmill.common.v1.Sampling\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\r\n\x05\x65poch\x18\x06 \x01(\x04\"g\n\x0bRunResponse\x12-\n\x06handle\x18\x01 \x01(\x0b\x32\x1d.tokenmill.common.v1.KvHandle\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x12\n\nelapsed_ms\x18\x03 \x01(\r\"F\n\x0eReleaseRequest\x12\x11\n\thandle_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"#\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\x08\x32\xad\x01\n\x07Prefill\x12J\n\x03Run\x12 .tokenmill.prefill.v1.RunRequest\x1a!.tokenmill.prefill.v1.RunResponse\x12V\n\x07Release\x12$.tokenmill.prefill.v1.ReleaseRequest\x1a%.tokenmill.prefill.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,13 +33,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tokenmill.prefill.v1.prefil
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RUNREQUEST']._serialized_start=95
-  _globals['_RUNREQUEST']._serialized_end=235
-  _globals['_RUNRESPONSE']._serialized_start=237
-  _globals['_RUNRESPONSE']._serialized_end=340
-  _globals['_RELEASEREQUEST']._serialized_start=342
-  _globals['_RELEASEREQUEST']._serialized_end=412
-  _globals['_RELEASERESPONSE']._serialized_start=414
-  _globals['_RELEASERESPONSE']._serialized_end=449
-  _globals['_PREFILL']._serialized_start=452
-  _globals['_PREFILL']._serialized_end=625
+  _globals['_RUNREQUEST']._serialized_end=250
+  _globals['_RUNRESPONSE']._serialized_start=252
+  _globals['_RUNRESPONSE']._serialized_end=355
+  _globals['_RELEASEREQUEST']._serialized_start=357
+  _globals['_RELEASEREQUEST']._serialized_end=427
+  _globals['_RELEASERESPONSE']._serialized_start=429
+  _globals['_RELEASERESPONSE']._serialized_end=464
+  _globals['_PREFILL']._serialized_start=467
+  _globals['_PREFILL']._serialized_end=640
 # @@protoc_insertion_point(module_scope)

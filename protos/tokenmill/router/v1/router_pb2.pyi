@@ -58,6 +58,7 @@ class ScheduleRequest(_message.Message):
     SESSION_HARD_FIELD_NUMBER: _builtins.int
     PINNED_INSTANCE_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    FRONTEND_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     prompt_tokens: _builtins.int
@@ -77,6 +78,8 @@ class ScheduleRequest(_message.Message):
     """This decode worker or nobody."""
     timeout_ms: _builtins.int
     """Time the whole answer may take from now; 0: no limit. A request that cannot be served in it is refused at once."""
+    frontend_id: _builtins.str
+    """Instance id of the frontend that asks. When discovery says it is gone, so are its requests. Empty: not told."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sequence hashes of the prompt's full blocks, first to last."""
@@ -116,10 +119,11 @@ class ScheduleRequest(_message.Message):
         session_hard: _builtins.bool = ...,
         pinned_instance: _builtins.str = ...,
         timeout_ms: _builtins.int = ...,
+        frontend_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoided_instances", b"avoided_instances", "block_hashes", b"block_hashes", "capabilities", b"capabilities", "excluded_instances", b"excluded_instances", "labels", b"labels", "lora", b"lora", "max_tokens", b"max_tokens", "model", b"model", "pinned_instance", b"pinned_instance", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session_hard", b"session_hard", "session_id", b"session_id", "tenant", b"tenant", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoided_instances", b"avoided_instances", "block_hashes", b"block_hashes", "capabilities", b"capabilities", "excluded_instances", b"excluded_instances", "frontend_id", b"frontend_id", "labels", b"labels", "lora", b"lora", "max_tokens", b"max_tokens", "model", b"model", "pinned_instance", b"pinned_instance", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session_hard", b"session_hard", "session_id", b"session_id", "tenant", b"tenant", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
