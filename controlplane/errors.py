@@ -7,9 +7,8 @@
     ├── Unauthenticated      no key, or a wrong one
     ├── Overloaded           full; try again later
     ├── Unavailable          nobody can serve this now; try again later
-    │   ├── Draining         this instance is about to leave; another one can
+    │   ├── Draining         this instance is being taken out of use; another one can
     │   └── Stalled          this instance's engine makes no steps; it may go on
-    │   └── Draining         this instance is being taken out of use; another one can
     ├── DeadlineExceeded     the request's own time ran out
     ├── Cancelled            the caller went away or asked to stop
     ├── KvRefused            a KV handle is expired, foreign or of another format
@@ -112,12 +111,6 @@ class Draining(Unavailable):
     code = "draining"
 
 
-class Draining(Unavailable):
-    """The instance takes no new work, or gives up what it has, because it is about to leave. Nothing is wrong."""
-
-    code = "draining"
-
-
 class Stalled(Unavailable):
     """The engine has work and makes no steps. What it had was given up; once it moves again it is as good as before."""
 
@@ -170,7 +163,7 @@ def error_class(code: str) -> type[TokenmillError]:
 _BY_CODE: dict[str, type[TokenmillError]] = {
     cls.code: cls
     for cls in (
-        InvalidRequest, Unsupported, NotFound, Unauthenticated, Overloaded, Unavailable, Draining,
+        InvalidRequest, Unsupported, NotFound, Unauthenticated, Overloaded, Unavailable, Draining, Stalled,
         DeadlineExceeded, Cancelled, KvRefused, EngineFailed, SettingsError,
     )
 }  # fmt: skip
