@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
@@ -9,9 +10,9 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from controlplane.errors import NotFound, Unavailable
+from controlplane.errors import DeadlineExceeded, NotFound, Unavailable
 from controlplane.host import Host
-from controlplane.instances import Instance, ModelCard
+from controlplane.instances import Instance, ModelCard, State
 from controlplane.telemetry import get_logger
 from kvcache.index import KvIndex
 from kvcache.load import LoadReport
@@ -29,6 +30,9 @@ __all__ = ["RouterService"]
 WARM_UP_S = 2.0
 """A router that starts into a running deployment is READY once it knows what the workers hold, or after this long."""
 EXPLAIN_KEY = "tokenmill-explain"
+QUIET_S = 0.5
+"""A draining router goes once nobody has asked it for so long: all frontends have turned to another one."""
+CONFIRM_S = 10.0
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
@@ -55,6 +59,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._ingest: Ingest | None = None
         self._metrics: _Metrics | None = None
         self._refused_pairs: set[tuple[str, str]] = set()
+        self._instances: Mapping[str, Instance] = {}
+        self._instances_changed = asyncio.Event()
+        """Replaced with each change."""
+        self._last_asked = 0.0
 
     # Life (controlplane.host.Service)
 
@@ -82,7 +90,12 @@ class RouterService(router_pb2_grpc.RouterServicer):
         return None
 
     async def drain(self, timeout_s: float) -> None:
-        """A decision takes less than a millisecond: there is nothing to wait for."""
+        """Decides on until the frontends have turned to another router; if there is none, to the end of the time."""
+        began = time.monotonic()
+        until = min(began + QUIET_S, began + timeout_s)
+        while until > time.monotonic():
+            await asyncio.sleep(until - time.monotonic())
+            until = min(self._last_asked + QUIET_S, began + timeout_s)
 
     async def stop(self) -> None:
         """The host ends the ingest."""
@@ -100,6 +113,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.ScheduleResponse:
         """Places one request."""
         began = time.perf_counter()
+        self._last_asked = time.monotonic()
         metrics = self._metrics
         if metrics is None:
             raise Unavailable("the router is starting; try again", retry_after_s=1.0)
@@ -155,11 +169,34 @@ class RouterService(router_pb2_grpc.RouterServicer):
                     stale=follower.gap is not None,
                 )
 
+    async def ConfirmDraining(  # noqa: N802
+        self,
+        request: router_pb2.ConfirmDrainingRequest,
+        context: grpc.aio.ServicerContext[
+            router_pb2.ConfirmDrainingRequest, Awaitable[router_pb2.ConfirmDrainingResponse]
+        ],
+    ) -> router_pb2.ConfirmDrainingResponse:
+        """Answers once nothing is placed on that instance any more."""
+        try:
+            async with asyncio.timeout(CONFIRM_S):
+                while self._is_chosen_from(request.instance_id, request.epoch):
+                    await self._instances_changed.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{request.instance_id} is not known to drain after {CONFIRM_S:g} s") from None
+        return router_pb2.ConfirmDrainingResponse()
+
+    def _is_chosen_from(self, instance_id: str, epoch: int) -> bool:
+        known = self._instances.get(instance_id)
+        return known is not None and known.epoch == epoch and known.state in (State.READY, State.SUSPECT)
+
     # News of workers (services.router.ingest.Listener)
 
     def on_instances(self, instances: Mapping[str, Instance]) -> None:
         """Takes the workers to choose from, and says loudly which of them cannot work together."""
         self._roster.update(instances.values())
+        self._instances = instances
+        self._instances_changed.set()
+        self._instances_changed = asyncio.Event()
         pairs = {
             (prefill.instance_id, decode.instance_id): prefill.format.differences(decode.format)
             for prefill, decode in self._roster.incompatible_pairs()

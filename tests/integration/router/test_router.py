@@ -223,3 +223,23 @@ async def test_many_events_under_constant_loss_end_in_a_true_index(cluster: Clus
         churn(workers, chance, unheard=chance.random() < 0.3)
         await asyncio.sleep(0.01)
     await until(lambda: router.agrees_with(cluster), "the index is true", within_s=5)
+
+
+async def test_a_drain_is_confirmed_once_nothing_is_placed_there(cluster: Cluster, start_router: StartRouter) -> None:
+    router = await start_router(cluster)
+    worker, other = await cluster.start("d-1", "decode"), await cluster.start("d-2", "decode")
+    await until(lambda: router.agrees_with(cluster), "the workers are known")
+
+    async def confirmed(epoch: int, instance_id: str = "d-1") -> None:
+        request = router_pb2.ConfirmDrainingRequest(instance_id=instance_id, epoch=epoch)
+        await router.stub.ConfirmDraining(request, timeout=10)
+
+    waiting = asyncio.ensure_future(confirmed(worker.instance.epoch))
+    await asyncio.sleep(0.3)
+    assert not waiting.done(), "it is ready, and chosen"
+    await worker.publish(state=State.DRAINING)
+    await waiting
+    for turn in range(20):
+        assert (await router.schedule(request_id=f"r-{turn}")).decode.instance_id == other.instance_id
+    await confirmed(other.instance.epoch - 1, "d-2")  # of a life that is over
+    await confirmed(1, "nobody")
