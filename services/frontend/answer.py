@@ -18,6 +18,7 @@ from engines.base import FinishReason, Usage
 from services.frontend.detokenizer import Detokenizer
 from services.frontend.generation import Generation
 from services.frontend.metrics import FrontendMetrics
+from services.frontend.stage import Stage
 from services.frontend.stops import StopStrings
 from tokenmill.common.v1 import common_pb2
 from tokenmill.decode.v1 import decode_pb2
@@ -67,6 +68,7 @@ class Answer:
         "on_first_token",
         "on_stop",
         "request_id",
+        "stage",
         "ttft_s",
         "usage",
     )
@@ -79,6 +81,8 @@ class Answer:
     """Tokens that earlier workers made."""
     ttft_s: float | None
     """Time to the present worker's first token, once it has come."""
+    stage: Stage
+    """How far this attempt has come; the dispatcher says so up to the first token."""
     _emitted: array[int]
     """All tokens that came, those with text held back included."""
     _detokenizer: Detokenizer
@@ -139,6 +143,7 @@ class Answer:
         if self._attempts > 1:
             self.request_id = f"{self._asked.request_id}.{self._attempts}"
         self.ttft_s = None
+        self.stage = Stage.QUEUED
         self.ended = asyncio.get_running_loop().create_future()
         # Whoever awaits it may have gone when it fails; that is no news then.
         self.ended.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
@@ -154,6 +159,7 @@ class Answer:
             self.ttft_s = now - self._began_at
             if not self._emitted:
                 self._metrics.ttft.observe(self.ttft_s)
+            self.stage = Stage.DECODING
             self.on_first_token()
         self._last_at = now
         self._emitted.extend(token_ids)
@@ -236,5 +242,6 @@ class Answer:
     def _end(self, reason: FinishReason) -> None:
         seen = self.usage
         self.usage = Usage(seen.prompt_tokens, self.completion_tokens, seen.cached_tokens, seen.remote_tokens)
+        self.stage = Stage.WRITING
         self.ended.set_result(None)
         self._listener.on_end(self.index, reason, self.usage)

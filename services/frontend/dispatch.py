@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from services.frontend.models import Models
 from services.frontend.reports import Reports
 from services.frontend.sampling import sampling_to_proto
 from services.frontend.settings import FrontendSettings
+from services.frontend.stage import Stage
 from tokenmill.common.v1 import common_pb2
 from tokenmill.decode.v1 import decode_pb2
 from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
@@ -42,6 +44,8 @@ __all__ = ["Dispatcher"]
 T = TypeVar("T")
 
 _RELEASE_TIMEOUT_S = 2.0
+_MOST_RELEASES, _RELEASES_AT_ONCE = 10_000, 64
+"""Past the first bound KV is left to its lease."""
 _ROUTERS = (State.READY, State.SUSPECT, State.DRAINING)
 """The states in which a router decides, the best first."""
 
@@ -92,7 +96,7 @@ class Dispatcher:
         self._streams = streams
         self._reports = reports
         self._metrics = metrics
-        self._to_release: asyncio.Queue[tuple[str, prefill_pb2.ReleaseRequest]] = asyncio.Queue()
+        self._to_release: asyncio.Queue[tuple[str, prefill_pb2.ReleaseRequest]] = asyncio.Queue(_MOST_RELEASES)
         """With the prefill worker's address."""
         self._log = get_logger(__name__)
 
@@ -103,6 +107,7 @@ class Dispatcher:
         attempts = 0
         refusal: TokenmillError | None = None
         while True:
+            answer.stage = Stage.QUEUED
             try:
                 placement = await self._place(answer, excluded)
             except Unavailable as error:
@@ -124,9 +129,8 @@ class Dispatcher:
     async def maintain(self) -> None:
         """Gives back KV that nobody will read, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            while True:
-                address, release = await self._to_release.get()
-                tasks.create_task(self._release(address, release), name=f"release KV at {address}")
+            for number in range(_RELEASES_AT_ONCE):
+                tasks.create_task(self._release_on(), name=f"KV releases {number}")
 
     def _move(self, answer: Answer, error: TokenmillError, *, left: str, attempts: int) -> None:
         """Makes the answer ready for another worker. Raises the error that it ends with where there may be none."""
@@ -153,6 +157,7 @@ class Dispatcher:
             answer.restart()
 
     async def _attempt(self, answer: Answer, placement: _Placement) -> None:
+        answer.stage = Stage.PLACED
         answer.on_first_token = lambda: self._report_first_token(answer, placement)
         try:
             kv = await self._prefill(answer, placement)
@@ -169,6 +174,7 @@ class Dispatcher:
             try:
                 request = self._submission(answer, stream.attach_id, slot, kv)
                 generation = answer.generation
+                answer.stage = Stage.PREFILLING if kv is None else Stage.TRANSFERRING
                 call = stream.stub.Submit(request, timeout=_left_s(generation), metadata=_metadata(generation))
                 await _accepted(call, answer)
                 await asyncio.shield(answer.ended)
@@ -180,7 +186,7 @@ class Dispatcher:
             # A worker that is lost cannot give it back itself. KV that was read is gone already, and this does nothing.
             if kv is not None and not finished:
                 release = prefill_pb2.ReleaseRequest(handle_id=kv.handle.handle_id, epoch=kv.handle.epoch)
-                self._to_release.put_nowait((kv.handle.address, release))
+                self._give_back(kv.handle.address, release)
 
     @staticmethod
     def _submission(answer: Answer, attach_id: str, slot: int, kv: _HeldKv | None) -> decode_pb2.SubmitRequest:
@@ -224,7 +230,7 @@ class Dispatcher:
         stub = router_pb2_grpc.RouterStub(self._channels.get(router))
         told = False
         try:
-            timeout = self._settings.schedule_timeout_s
+            timeout = min(self._settings.schedule_timeout_s, _left_s(generation))
             placed = await _result(stub.Schedule(request, timeout=timeout, metadata=_metadata(generation)))
             told = True
             return _Placement(placed.decode, placed.prefill if placed.HasField("prefill") else None, router)
@@ -259,6 +265,7 @@ class Dispatcher:
         )
         # A worker that hangs leaves decode the time to compute the prompt itself.
         timeout = min(self._settings.prefill_timeout_s, _left_s(generation) / 2)
+        answer.stage = Stage.PREFILLING
         done: prefill_pb2.RunResponse | None = None
         try:
             done = await _result(stub.Run(request, timeout=timeout, metadata=_metadata(generation)))
@@ -270,14 +277,16 @@ class Dispatcher:
                 prefill=placement.prefill.instance_id,
                 reason=error.message,
             )
+            answer.stage = Stage.PLACED
             return None
         finally:
             if done is None:
                 # Its answer may have been on its way when it was given up.
                 release = prefill_pb2.ReleaseRequest(request_id=answer.request_id, epoch=placement.prefill.epoch)
-                self._to_release.put_nowait((placement.prefill.address, release))
+                self._give_back(placement.prefill.address, release)
         outcome = router_pb2.PrefillDone(cached_tokens=done.cached_tokens, elapsed_ms=done.elapsed_ms)
         self._reports.add(placement.router, router_pb2.Outcome(request_id=answer.request_id, prefill_done=outcome))
+        answer.stage = Stage.PREFILLED
         return _HeldKv(done.handle)
 
     def _report_first_token(self, answer: Answer, placement: _Placement) -> None:
@@ -288,6 +297,14 @@ class Dispatcher:
         made = answer.completion_tokens - answer.carried
         freed = router_pb2.Freed(cached_tokens=answer.usage.cached_tokens, completion_tokens=made)
         self._reports.add(placement.router, router_pb2.Outcome(request_id=answer.request_id, freed=freed))
+
+    def _give_back(self, address: str, request: prefill_pb2.ReleaseRequest) -> None:
+        with suppress(asyncio.QueueFull):
+            self._to_release.put_nowait((address, request))
+
+    async def _release_on(self) -> None:
+        while True:
+            await self._release(*await self._to_release.get())
 
     async def _release(self, address: str, request: prefill_pb2.ReleaseRequest) -> None:
         stub = prefill_pb2_grpc.PrefillStub(self._channels.get(address))
