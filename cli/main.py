@@ -29,7 +29,9 @@ _FOR_USERS = {
     "status": _Command("cli.status", "show instances, their state and load"),
     "health": _Command("cli.health", "ask one service whether it can do its work now"),
     "chat": _Command("cli.chat", "talk to a served model in the terminal"),
+    "simulate": _Command("cli.simulate", "replay a request trace through the router and simulated workers"),
     "models": _Command("cli.models", "fetch the demonstration model, list local models"),
+    "chaos": _Command("cli.chaos.command", "make parts of a deployment fail and check every answer"),
     "config": _Command("cli.config", "show every setting, its value and where it came from"),
 }
 _SERVICES = {

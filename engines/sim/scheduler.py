@@ -9,6 +9,7 @@ long it takes. The engine runs it in real time, a simulation of a cluster in vir
   something to sample from.
 - When blocks run out, the last in order is preempted: its blocks are freed, its tokens computed again later.
 - Only full blocks travel between workers: the reader computes what follows the last full block before the prompt's end.
+- Steps that only decode, one like the other, can be had in one go (`coast`): what makes a simulation fast.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from engines.sim.profile import Profile
 from engines.sim.sequence import Sequence, Stage
 from kvcache.events import KvEvent
 
-__all__ = ["Hold", "Scheduler", "Step"]
+__all__ = ["Coast", "Hold", "Scheduler", "Step"]
 
 
 @dataclass(slots=True)
@@ -63,6 +64,44 @@ class Hold:
     expires_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Coast:
+    """Steps to come in which each running sequence has one more token and nothing else happens.
+
+    A step takes `growth_ps` longer than the one before, as every context has grown by a token.
+    """
+
+    steps: int
+    batch: int
+    first_ps: int
+    growth_ps: int
+
+    def duration_ps(self, steps: int) -> int:
+        """Of the first so many steps."""
+        return steps * self.first_ps + self.growth_ps * (steps * (steps - 1) // 2)
+
+    def begun(self, elapsed_ps: int) -> int:
+        """Steps that have begun after so long, the first at 0."""
+        if elapsed_ps >= self.duration_ps(self.steps):
+            return self.steps
+        low, high = 0, self.steps  # the first `low` steps are over, the first `high` are not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.duration_ps(middle) <= elapsed_ps:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def first(self, steps: int) -> Coast:
+        """Only so many of them."""
+        return Coast(steps, self.batch, self.first_ps, self.growth_ps)
+
+    def after(self, steps: int) -> Coast:
+        """What is left then."""
+        return Coast(self.steps - steps, self.batch, self.first_ps + steps * self.growth_ps, self.growth_ps)
+
+
 class Scheduler:
     """Owns the block pool and all sequences."""
 
@@ -93,7 +132,10 @@ class Scheduler:
         self._arrivals = 0
         self._steps = 0
         self._step_s = 0.0
+        """Mean of recent steps: each counts a sixteenth."""
         self._holds_expired = 0
+        self._stuck = False
+        """Who waits found no room, and nothing has changed since that could give it some."""
 
     # Requests
 
@@ -103,6 +145,12 @@ class Scheduler:
         sequence.arrival = self._arrivals
         self._sequences[sequence.request_id] = sequence
         heapq.heappush(self._waiting, sequence)
+        self._stuck = False
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Who runs, in order; for reading."""
+        return self._running
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences
@@ -148,13 +196,17 @@ class Scheduler:
         return scheduled, budget, preempted
 
     def _admit(self, step: Step, scheduled: list[tuple[Sequence, int]], budget: int) -> None:
-        while self._waiting and budget and len(self._running) + len(self._reading) < self._max_num_seqs:
+        while self._waiting and budget:
+            if len(self._running) + len(self._reading) >= self._max_num_seqs:
+                self._stuck = True
+                return
             sequence = self._waiting[0]
             if sequence.stage is Stage.ENDED:
                 heapq.heappop(self._waiting)
                 continue
             if not self._take_blocks(sequence):
                 if self._running or self._reading or not self._strip_last_waiting():
+                    self._stuck = True
                     return
                 continue
             heapq.heappop(self._waiting)
@@ -224,6 +276,7 @@ class Scheduler:
 
     def _fill(self, step: Step, sequence: Sequence, first: int, end: int) -> None:
         """Blocks `first` to `end` of a sequence are now full."""
+        self._stuck = False
         sequence.hash_up_to(end)
         hashes = sequence.hashes
         blocks, named = sequence.blocks[first:end], hashes[first:end]
@@ -240,6 +293,7 @@ class Scheduler:
         heapq.heappush(self._waiting, sequence)
 
     def _strip(self, sequence: Sequence) -> None:
+        self._stuck = False
         self._pool.free(sequence.blocks)
         sequence.blocks = []
         sequence.computed = 0
@@ -259,11 +313,55 @@ class Scheduler:
             self._strip(sequence)
         sequence.stage = Stage.ENDED
 
+    # Many steps at once
+
+    def coast(self, most: int = 1 << 30) -> Coast | None:
+        """The next steps, as far as they only decode: no prompt, no end, no block that fills or is allocated.
+
+        For sequences that end at their `end_at` and whose tokens are only counted (`Sequence.counted`).
+        """
+        running = self._running
+        if not running or len(running) > self._max_batched_tokens:
+            return None
+        if self._holds or (self._waiting and not self._stuck):
+            return None
+        size = self._block_size
+        context = 0
+        for sequence in running:
+            computed = sequence.computed
+            length = sequence.length
+            if length - computed != 1 or not sequence.counted:
+                return None
+            room = min(len(sequence.blocks), computed // size + 1) * size - computed - 1
+            left = sequence.end_at - length - 1
+            if left < room:
+                room = left
+            if room < most:
+                if room < 1:
+                    return None
+                most = room
+            context += computed
+        batch = len(running)
+        first = self._profile.step_ps(0, 0, batch, context)
+        return Coast(most, batch, first, self._profile.step_ps(0, 0, batch, context + batch) - first)
+
+    def advance(self, coast: Coast, steps: int) -> None:
+        """Does the first `steps` steps of what `coast` promised. Nothing may have happened since."""
+        for sequence in self._running:
+            sequence.computed += steps
+            sequence.length += steps
+        self._steps += steps
+        # The mean of a series that grows evenly trails 15 growths behind; the distance to that shrinks by 1/16 a step.
+        growth_s, last_s = coast.growth_ps / 1e12, (coast.first_ps + (steps - 1) * coast.growth_ps) / 1e12
+        distance = self._step_s - (coast.first_ps - coast.growth_ps) / 1e12 + 15 * growth_s
+        self._step_s = last_s - 15 * growth_s + distance * 0.9375**steps
+
     # Reads from other workers
 
     def finish_read(self, sequence: Sequence, outcome: KvOutcome) -> None:
         """The transfer has ended. With READ its blocks hold what they should; else their content is not looked at."""
         self._reading.discard(sequence)
+        self._stuck = False
         if sequence.stage is Stage.ENDED:
             self._strip(sequence)
             return
@@ -281,6 +379,7 @@ class Scheduler:
     def abandon_read(self, sequence: Sequence, outcome: KvOutcome) -> list[int]:
         """Nobody waits for the transfer any longer, but it has not ended: give the blocks to `reclaim` when it has."""
         self._reading.discard(sequence)
+        self._stuck = False
         blocks, sequence.blocks = sequence.blocks, []
         self._adrift.append(blocks)
         sequence.computed = 0
@@ -291,6 +390,7 @@ class Scheduler:
     def reclaim(self, blocks: list[int]) -> None:
         """The transfer into these blocks has ended."""
         self._adrift.remove(blocks)
+        self._stuck = False
         self._pool.free(blocks)
 
     def _back_in_line(self, sequence: Sequence, outcome: KvOutcome) -> None:
@@ -318,6 +418,7 @@ class Scheduler:
         """Ends a hold. False: there is none (any more)."""
         hold = self._holds.pop(handle_id, None)
         if hold is not None:
+            self._stuck = False
             self._pool.free(hold.blocks)
         return hold is not None
 

@@ -32,6 +32,9 @@ class Sequence(ABC):
     What its tokens are is the subclass's affair: the scheduler counts them, and asks for the next one.
     """
 
+    counted = False
+    """Its tokens are only counted, and it ends at `end_at`: many steps may be done at once."""
+
     __slots__ = (
         "arrival", "blocks", "cached_tokens", "computed", "end_at", "handle_blocks", "hashes", "kv_outcome", "length",
         "owner", "prefill_only", "priority", "prompt_tokens", "remote_tokens", "request_id", "stage",

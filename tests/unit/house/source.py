@@ -10,7 +10,7 @@ from pathlib import Path
 __all__ = ["PACKAGES", "ROOT", "Module", "modules", "tracked_files"]
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = ("kvcache", "controlplane", "transfer", "engines", "services", "cli")
+PACKAGES = ("kvcache", "controlplane", "transfer", "engines", "services", "simulator", "cli")
 
 
 @dataclass(frozen=True, slots=True)
