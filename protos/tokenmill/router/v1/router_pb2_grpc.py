@@ -39,6 +39,11 @@ class RouterStub:
                 request_serializer=tokenmill_dot_router_dot_v1_dot_router__pb2.ScheduleRequest.SerializeToString,
                 response_deserializer=tokenmill_dot_router_dot_v1_dot_router__pb2.ScheduleResponse.FromString,
                 _registered_method=True)
+        self.IsWaiting = channel.unary_unary(
+                '/tokenmill.router.v1.Router/IsWaiting',
+                request_serializer=tokenmill_dot_router_dot_v1_dot_router__pb2.IsWaitingRequest.SerializeToString,
+                response_deserializer=tokenmill_dot_router_dot_v1_dot_router__pb2.IsWaitingResponse.FromString,
+                _registered_method=True)
         self.Report = channel.unary_unary(
                 '/tokenmill.router.v1.Router/Report',
                 request_serializer=tokenmill_dot_router_dot_v1_dot_router__pb2.ReportRequest.SerializeToString,
@@ -60,7 +65,16 @@ class RouterServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Schedule(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Where to serve a request. While every worker that could is full, it is answered when one has room and it is this
+        request's turn; cancelling the call gives up its place.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def IsWaiting(self, request, context):
+        """Whether a Schedule that has not been answered waits for its turn here. Else it was answered, or never arrived.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -94,6 +108,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Schedule,
                     request_deserializer=tokenmill_dot_router_dot_v1_dot_router__pb2.ScheduleRequest.FromString,
                     response_serializer=tokenmill_dot_router_dot_v1_dot_router__pb2.ScheduleResponse.SerializeToString,
+            ),
+            'IsWaiting': grpc.unary_unary_rpc_method_handler(
+                    servicer.IsWaiting,
+                    request_deserializer=tokenmill_dot_router_dot_v1_dot_router__pb2.IsWaitingRequest.FromString,
+                    response_serializer=tokenmill_dot_router_dot_v1_dot_router__pb2.IsWaitingResponse.SerializeToString,
             ),
             'Report': grpc.unary_unary_rpc_method_handler(
                     servicer.Report,
@@ -138,6 +157,33 @@ class Router:
             '/tokenmill.router.v1.Router/Schedule',
             tokenmill_dot_router_dot_v1_dot_router__pb2.ScheduleRequest.SerializeToString,
             tokenmill_dot_router_dot_v1_dot_router__pb2.ScheduleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def IsWaiting(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenmill.router.v1.Router/IsWaiting',
+            tokenmill_dot_router_dot_v1_dot_router__pb2.IsWaitingRequest.SerializeToString,
+            tokenmill_dot_router_dot_v1_dot_router__pb2.IsWaitingResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,6 +15,11 @@ GRPC_VERSION: str
 class RouterStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Schedule: _aio.UnaryUnaryMultiCallable[_router_pb2.ScheduleRequest, _router_pb2.ScheduleResponse]
+    """Where to serve a request. While every worker that could is full, it is answered when one has room and it is this
+    request's turn; cancelling the call gives up its place.
+    """
+    IsWaiting: _aio.UnaryUnaryMultiCallable[_router_pb2.IsWaitingRequest, _router_pb2.IsWaitingResponse]
+    """Whether a Schedule that has not been answered waits for its turn here. Else it was answered, or never arrived."""
     Report: _aio.UnaryUnaryMultiCallable[_router_pb2.ReportRequest, _router_pb2.ReportResponse]
     """What came of earlier placements, in batches."""
     GetIndex: _aio.UnaryStreamMultiCallable[_router_pb2.GetIndexRequest, _router_pb2.WorkerBlocks]
@@ -30,7 +35,18 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _router_pb2.ScheduleRequest,
         context: _aio.ServicerContext[_router_pb2.ScheduleRequest, _abc.Awaitable[_router_pb2.ScheduleResponse]],
-    ) -> _abc.Awaitable[_router_pb2.ScheduleResponse]: ...
+    ) -> _abc.Awaitable[_router_pb2.ScheduleResponse]:
+        """Where to serve a request. While every worker that could is full, it is answered when one has room and it is this
+        request's turn; cancelling the call gives up its place.
+        """
+
+    @_abc_1.abstractmethod
+    def IsWaiting(
+        self,
+        request: _router_pb2.IsWaitingRequest,
+        context: _aio.ServicerContext[_router_pb2.IsWaitingRequest, _abc.Awaitable[_router_pb2.IsWaitingResponse]],
+    ) -> _abc.Awaitable[_router_pb2.IsWaitingResponse]:
+        """Whether a Schedule that has not been answered waits for its turn here. Else it was answered, or never arrived."""
 
     @_abc_1.abstractmethod
     def Report(
