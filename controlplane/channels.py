@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Container
 
 import grpc
 
@@ -25,6 +26,13 @@ _OPTIONS = (
 )
 
 
+_DOWN = (
+    grpc.ChannelConnectivity.IDLE,
+    grpc.ChannelConnectivity.TRANSIENT_FAILURE,
+    grpc.ChannelConnectivity.SHUTDOWN,
+)
+
+
 class Channels:
     """Owns the channels it hands out; callers never close them."""
 
@@ -38,12 +46,18 @@ class Channels:
             channel = self._channels[address] = grpc.aio.insecure_channel(address, options=_OPTIONS)
         return channel
 
-    async def drop(self, address: str, grace_s: float | None = None) -> None:
-        """Forgets an address nobody serves any more. Calls still running are cancelled after `grace_s`, or at once."""
-        channel = self._channels.pop(address, None)
-        if channel is not None:
-            await channel.close(grace_s)
+    async def tidy(self, known: Container[str]) -> None:
+        """Closes what has no connection to an address that is not `known`.
+
+        While there is a connection somebody serves that address, whatever is known, and calls may be open.
+        """
+        for address, channel in list(self._channels.items()):
+            if address not in known and channel.get_state() in _DOWN:
+                await self._drop(address)
 
     async def close(self) -> None:
         """Cancels every call and closes every channel."""
-        await asyncio.gather(*(self.drop(address) for address in list(self._channels)))
+        await asyncio.gather(*(self._drop(address) for address in list(self._channels)))
+
+    async def _drop(self, address: str) -> None:
+        await self._channels.pop(address).close()

@@ -4,12 +4,13 @@
       listen       gRPC (health and reflection too) and metrics; the addresses are known from here on
       connect      etcd (waits for it, for ever) and NATS (does not wait)
       STARTING     published while the service starts, with its progress
-      READY        until SIGTERM or SIGINT, or until something fails
-      DRAINING     published first; then the service finishes what runs, within `drain_timeout_s`
+      READY        until SIGTERM, SIGINT or `Control.Drain`, or until something fails
+      DRAINING     published first; routers confirm it; then the service finishes what runs, within `drain_timeout_s`
       farewell     others forget this instance at once
 
 A failure is published as FAILED, with its reason, and ends the process with code 1 (2 where the settings are at fault).
-A second signal cuts a drain short (130), a third ends the process on the spot.
+A drain that `Control.Drain` asked for may be taken back until it is done, and leads to READY again; a signal's may not,
+for what sends one kills soon after. A second signal cuts a drain short (130), a third ends the process on the spot.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import msgspec
@@ -32,7 +33,9 @@ import uvloop
 
 from controlplane.bus import Bus
 from controlplane.channels import Channels
+from controlplane.control import ControlServicer
 from controlplane.discovery import Discovery
+from controlplane.drain import Drain, routers_confirm
 from controlplane.errors import EngineFailed, SettingsError, TokenmillError
 from controlplane.instances import Instance, ModelCard, State
 from controlplane.listeners import GrpcListener, MetricsListener, host_port
@@ -46,12 +49,18 @@ _OK, _FAILED, _BAD_SETTINGS, _FORCED = 0, 1, 2, 130
 
 _POLL_S = 1.0
 _STOP_S, _FORCED_STOP_S = 15.0, 3.0
-_DROP_CHANNEL_S = 60.0
-"""Time for calls still open to an instance that others say is gone."""
+_TIDY_S = 30.0
+"""How often channels to those who are gone are looked for."""
+
+T = TypeVar("T")
 
 
 class Service(Protocol):
-    """What a service is to its host. Methods are called in this order, once; `failed` each second while it serves."""
+    """What a service is to its host.
+
+    `add_to`, `start`, `drain` and `stop` are called in this order, once, but for a drain that is taken back or given
+    another time; `failed` each second once it has started.
+    """
 
     name: str
     """"frontend", "router", "prefill" or "decode"."""
@@ -63,7 +72,16 @@ class Service(Protocol):
         """Makes it able to serve, however long that takes, and returns the model card of a worker."""
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new work and waits for what runs. Skipped where `start` was not finished."""
+        """Refuses new work and waits for what runs, which it ends when the time is over.
+
+        Skipped where `start` was not finished. May be cancelled and called again, with another time.
+        """
+
+    async def resume(self) -> None:
+        """Takes new work again: the drain, which was cancelled or is just done, was taken back."""
+
+    def unfinished(self) -> int:
+        """How much a drain would wait for: answers, prompts, held KV."""
 
     async def stop(self) -> None:
         """Ends what is left. Called in any case, after a start that failed or never came too."""
@@ -104,7 +122,8 @@ class Host:
         self._listener = GrpcListener()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = contextlib.AsyncExitStack()
-        self._stop_asked = asyncio.Event()
+        self._drain = Drain()
+        self._signalled = False
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._registered = False
         self._started = False
@@ -135,6 +154,11 @@ class Host:
         task.add_done_callback(self._spawned_ended)
         return task
 
+    async def refuse_calls(self, timeout_s: float) -> None:
+        """Sends callers elsewhere and waits for the calls that run. A drain cannot be taken back from then on."""
+        self._drain.final = True
+        await self._listener.stop(timeout_s)
+
     # The life of the process.
 
     async def serve(self) -> int:
@@ -146,8 +170,6 @@ class Host:
         code, reason = _OK, ""
         try:
             await self._live()
-            if self._started:
-                await self._drain()
         except asyncio.CancelledError:
             code = _FORCED
             self.log.warning("forced to stop")
@@ -158,20 +180,33 @@ class Host:
         return code
 
     async def _live(self) -> None:
-        """Starts and serves. Returns when asked to stop, raises on a failure."""
+        """Starts, serves and drains. Returns when all is done, raises on a failure."""
         life = asyncio.create_task(self._start_and_watch(), name="life")
-        asked = asyncio.create_task(self._stop_asked.wait(), name="stop asked")
         try:
-            ends: tuple[asyncio.Future[Any], ...] = (life, asked, self._failure)
+            while True:
+                await self._unless_failed(life, self._drain.asked.wait())
+                if not self._started or await self._unless_failed(life, self._drained()):
+                    return
+        finally:
+            self._drain.final = True
+            self._drain.begun.set()
+            life.cancel()
+            await asyncio.gather(life, return_exceptions=True)
+
+    async def _unless_failed(self, life: asyncio.Task[None], work: Coroutine[Any, Any, T]) -> T:
+        """What `work` comes to; raises when the service fails before."""
+        task = asyncio.create_task(work, name="until asked, or drained")
+        try:
+            ends: tuple[asyncio.Future[Any], ...] = (task, life, self._failure)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if self._failure.done():
                 raise EngineFailed(self._failure.result())
             if life.done():
                 life.result()
+            return task.result()
         finally:
-            life.cancel()
-            asked.cancel()
-            await asyncio.gather(life, asked, return_exceptions=True)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _start_and_watch(self) -> None:
         await self._listen()
@@ -186,7 +221,14 @@ class Host:
 
     async def _listen(self) -> None:
         settings, host = self.settings, self.settings.advertised_host
-        names = self._service.add_to(self._listener.server)
+        control = ControlServicer(
+            self._drain,
+            settings.instance_id,
+            timeout_s=settings.drain_timeout_s,
+            state=lambda: self.instance.state,
+            unfinished=self._service.unfinished,
+        )
+        names = [*self._service.add_to(self._listener.server), control.add_to(self._listener.server)]
         grpc_port = await self._listener.start(
             settings.bind, settings.grpc_port, names, self.tls.grpc if self.tls else None
         )
@@ -214,20 +256,27 @@ class Host:
         self._closing.push_async_callback(self.channels.close)
         self.discovery = await Discovery.connect(settings.etcd, settings.deployment, self.registry)
         self._closing.push_async_callback(self.discovery.close)
-        self.discovery.subscribe(self._channel_dropper())
+        self.spawn(self._tidy_channels(), "tidy channels")
         self.bus = await Bus.connect(settings.nats, self.registry)
         self._closing.push_async_callback(self.bus.close)
         await self.discovery.register(self.instance)
         self._registered = True
 
-    async def _drain(self) -> None:
-        self.log.info("draining", longest_s=self.settings.drain_timeout_s)
+    async def _drained(self) -> bool:
+        """Takes the instance out of use; False: that was taken back, and it is in use again."""
+        self.log.info("draining", longest_s=round(self._drain.left_s, 3))
         await self._publish(state=State.DRAINING)
-        try:
-            async with asyncio.timeout(self.settings.drain_timeout_s + _POLL_S):
-                await self._service.drain(self.settings.drain_timeout_s)
-        except TimeoutError:
-            self.log.warning("the drain took too long; ending what still runs")
+        if self.instance.role:
+            await routers_confirm(self.instance, self.discovery, self.channels, self.log)
+        self._drain.begun.set()
+        if await self._drain.run(self._service.drain):
+            return True
+        self._drain.begun.clear()
+        await self._service.resume()
+        await self._publish(state=State.READY if self._able else State.STARTING)
+        self._drain.undone.set()
+        self.log.info("the drain was taken back")
+        return False
 
     async def _fail(self, error: Exception) -> str:
         expected = isinstance(error, TokenmillError)
@@ -254,8 +303,9 @@ class Host:
         self.log.info("stopped", exit_code=code, **({"reason": reason} if reason else {}))
 
     def _on_signal(self, life: asyncio.Task[Any]) -> None:
-        if not self._stop_asked.is_set():
-            self._stop_asked.set()
+        if not self._signalled:
+            self._signalled = True
+            self._drain.ask(self.settings.drain_timeout_s, final=True)
         elif not life.cancelling():
             life.cancel()
         else:
@@ -274,17 +324,10 @@ class Host:
         await self._listener.set_serving(self.instance.state is State.READY)
         await self.discovery.update(self.instance)
 
-    def _channel_dropper(self) -> Callable[[], None]:
-        known: set[str] = set()
-
-        def on_change() -> None:
-            now = {instance.address for instance in self.discovery.instances.values()}
-            for address in known - now:
-                self.spawn(self.channels.drop(address, _DROP_CHANNEL_S), "drop channel")
-            known.clear()
-            known.update(now)
-
-        return on_change
+    async def _tidy_channels(self) -> None:
+        while True:
+            await asyncio.sleep(_TIDY_S)
+            await self.channels.tidy({one.address for one in self.discovery.instances.values()})
 
     @contextlib.contextmanager
     def _logged(self, what: str) -> Iterator[None]:

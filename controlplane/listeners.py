@@ -70,9 +70,9 @@ class GrpcListener:
         for name in self._names:
             await self._health.set(name, status)
 
-    async def stop(self) -> None:
-        """Stops listening; calls still open get a moment to end."""
-        await self.server.stop(_OPEN_CALLS_S)
+    async def stop(self, open_calls_s: float = _OPEN_CALLS_S) -> None:
+        """Stops listening, tells callers to connect elsewhere (GOAWAY), and gives calls still open some time to end."""
+        await self.server.stop(open_calls_s)
 
 
 class MetricsListener:

@@ -45,6 +45,15 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         if self._serving is not None:
             await self._serving[0].drain(timeout_s)
 
+    def resume(self) -> None:
+        """Takes new requests again after a `drain`."""
+        if self._serving is not None:
+            self._serving[0].resume()
+
+    def unfinished(self) -> int:
+        """Requests alive."""
+        return len(self._serving[0]) if self._serving is not None else 0
+
     def close(self) -> None:
         """Lets every stream end once it has sent what it has."""
         if self._serving is not None:

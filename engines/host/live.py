@@ -196,17 +196,11 @@ class LiveRequests:
         return cancelled
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes no new request and waits for the running ones; those that outlast `timeout_s` fail `Draining`.
-
-        Cancelled, it takes new requests again.
-        """
+        """Takes no new request and waits for the running ones; those that outlast `timeout_s` fail `Draining`."""
         self._draining = True
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
-        except asyncio.CancelledError:
-            self._draining = False
-            raise
         except TimeoutError:
             self._log.warning("requests outlasted the drain", requests=len(self._live))
             for live in list(self._live.values()):
@@ -214,6 +208,14 @@ class LiveRequests:
             with suppress(TimeoutError):
                 async with asyncio.timeout(2 * _ENGINE_GRACE_S):
                     await self._idle.wait()
+
+    def resume(self) -> None:
+        """Takes new requests again after a `drain`."""
+        self._draining = False
+
+    def __len__(self) -> int:
+        """Requests alive."""
+        return len(self._live)
 
     def close(self) -> None:
         """Lets every stream end once it has sent what it has."""

@@ -71,7 +71,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def drain(self, timeout_s: float) -> None:
         """Refuses new prompts; waits for the running ones, and for held KV to be read, released or expired.
 
-        Prompts that outlast `timeout_s` fail `Draining`. Cancelled, it takes new prompts again.
+        Prompts that outlast `timeout_s` fail `Draining`.
         """
         self._draining = True
         if self._serving is None:
@@ -82,15 +82,21 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 await self._idle.wait()
                 while engine.load().kv_leases:  # noqa: ASYNC110  the engine has no event for this
                     await asyncio.sleep(_LEASE_POLL_S)
-        except asyncio.CancelledError:
-            self._draining = False
-            raise
         except TimeoutError:
             self._log.warning("work outlasted the drain", prompts=len(self._running), kv_leases=engine.load().kv_leases)
             for timeout in self._running.values():
                 if not timeout.expired():
                     timeout.reschedule(0)
             await self._idle.wait()
+
+    def resume(self) -> None:
+        """Takes new prompts again after a `drain`."""
+        self._draining = False
+
+    def unfinished(self) -> int:
+        """Prompts running and KV held."""
+        held = self._serving[0].engine.load().kv_leases if self._serving is not None else 0
+        return len(self._running) + held
 
     async def Run(  # noqa: N802  this and Release are gRPC's names
         self, request: prefill_pb2.RunRequest, context: Context

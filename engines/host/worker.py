@@ -40,6 +40,12 @@ class RoleService(Protocol):
     async def drain(self, timeout_s: float) -> None:
         """Refuses new work and waits for what runs."""
 
+    def resume(self) -> None:
+        """Takes new work again after a `drain`."""
+
+    def unfinished(self) -> int:
+        """How much a drain waits for."""
+
     def close(self) -> None:
         """Lets open streams end."""
 
@@ -104,6 +110,14 @@ class Worker:
     async def drain(self, timeout_s: float) -> None:
         """Finishes what runs."""
         await self._service.drain(timeout_s)
+
+    async def resume(self) -> None:
+        """Takes new work again."""
+        self._service.resume()
+
+    def unfinished(self) -> int:
+        """Answers, or prompts and held KV."""
+        return self._service.unfinished()
 
     async def stop(self) -> None:
         """Ends streams, engine and publisher."""

@@ -100,6 +100,11 @@ class FrontDoor:
             if not self._running:
                 self._idle.set()
 
+    @property
+    def running(self) -> int:
+        """Answers in the making."""
+        return self._running
+
     async def drain(self, timeout_s: float) -> int:
         """Lets nobody in and waits for those inside; returns how many were left when the time was over."""
         self.draining = True

@@ -90,6 +90,15 @@ class FrontendService:
         if self._door is not None and (left := await self._door.drain(timeout_s)):
             self._log.warning("answers are cut off by the end of the drain", answers=left)
 
+    async def resume(self) -> None:
+        """Clients may come again."""
+        if self._door is not None:
+            self._door.draining = False
+
+    def unfinished(self) -> int:
+        """Answers in the making."""
+        return self._door.running if self._door is not None else 0
+
     async def stop(self) -> None:
         """Ends every connection, and tells the routers of the last answers."""
         self._unfollow()

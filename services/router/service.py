@@ -97,6 +97,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
             await asyncio.sleep(until - time.monotonic())
             until = min(self._last_asked + QUIET_S, began + timeout_s)
 
+    async def resume(self) -> None:
+        """It never stopped deciding."""
+
+    def unfinished(self) -> int:
+        """A decision is made or refused at once."""
+        return 0
+
     async def stop(self) -> None:
         """The host ends the ingest."""
 

@@ -18,9 +18,8 @@ from controlplane.settings import CommonSettings, load
 class StubService:
     """Says on stdout what its host asks of it. `mode` is how it behaves."""
 
-    name = "router"
-
     def __init__(self, mode: str) -> None:
+        self.name = "decode" if mode == "worker" else "router"
         self._mode = mode
         self._ticks = 0
 
@@ -61,6 +60,12 @@ class StubService:
         print("drain", flush=True)
         if self._mode == "drain-for-ever":
             await asyncio.Event().wait()
+
+    async def resume(self) -> None:
+        print("resume", flush=True)
+
+    def unfinished(self) -> int:
+        return 7
 
     async def stop(self) -> None:
         print("stop", flush=True)

@@ -94,7 +94,10 @@ async def test_health_and_reflection_say_what_is_served(etcd: str, nats: str, de
             question = reflection_pb2.ServerReflectionRequest(list_services="")
             async for listed in reflection.ServerReflectionInfo(iter([question])):
                 names = {service.name for service in listed.list_services_response.service}
-            assert names == {"stub.v1.Stub", "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+            assert names == {
+                "stub.v1.Stub", "tokenmill.control.v1.Control", "grpc.health.v1.Health",
+                "grpc.reflection.v1alpha.ServerReflection",
+            }  # fmt: skip
 
 
 async def test_metrics_are_served_and_tell_of_etcd_and_nats(

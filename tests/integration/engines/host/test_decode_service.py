@@ -278,6 +278,7 @@ async def test_a_drain_taken_back_lets_new_requests_in_again(decode: Worker) -> 
         assert isinstance(await refusal(decode.submit("b", 2)), Draining)
         draining.cancel()
         await asyncio.gather(draining, return_exceptions=True)
+        decode.service.resume()
         await decode.submit("c", 3)
         decode.engine.finish("a")
         decode.engine.finish("c")

@@ -167,6 +167,7 @@ async def test_a_drain_taken_back_lets_new_prompts_in_again(prefill: Worker) -> 
     assert isinstance(await refusal(run(prefill, "new")), Draining)
     draining.cancel()
     await asyncio.gather(draining, return_exceptions=True)
+    prefill.service.resume()
     assert (await run(prefill, "newer")).handle.handle_id != held.handle_id
 
 
