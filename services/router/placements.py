@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kvcache.load import LoadReport
 
-__all__ = ["Book", "Load", "Share"]
+__all__ = ["Book", "Load", "Placement", "Share"]
 
 ON_THE_WAY_S = 0.1
 """A request that reached its worker less than this before a report came may not be in it."""
@@ -27,6 +27,8 @@ class Load:
     """Prompt tokens to compute."""
     kv_blocks: int = 0
     """In use."""
+    queued_pairs: float = 0.0
+    """Of those prompt tokens with the ones before them (see `timing.py`); an estimate where a report has the tokens."""
 
 
 @dataclass(slots=True)
@@ -40,13 +42,25 @@ class Share:
     """KV blocks it has to find room for."""
     arrived_at: float | None
     """When the request reached the worker; None: it waits for its prefill elsewhere."""
+    pairs: float = 0.0
+    """Of these tokens with the ones before them."""
+    moved_tokens: int = 0
+    """Whose KV it has to read from elsewhere."""
+    ahead_tokens: int = 0
+    """Prompt tokens that were queued there before it."""
+    ahead_pairs: float = 0.0
 
 
 @dataclass(slots=True)
-class _Placement:
+class Placement:
+    """A request in flight."""
+
     placed_at: float
     decode: Share
     prefill: Share | None
+    """None: done, or decode computes the prompt."""
+    prefill_s: float = 0.0
+    """What remote prefill took; 0: none, or not done."""
 
 
 @dataclass(slots=True)
@@ -61,23 +75,28 @@ class Book:
 
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
-        self._placements: dict[str, _Placement] = {}
+        self._placements: dict[str, Placement] = {}
         """Oldest first."""
         self._accounts: dict[str, _Account] = {}
+        self.generation = 0
+        """Grows when a worker's load becomes another object."""
 
     def __len__(self) -> int:
         """Placements in flight."""
         return len(self._placements)
 
     def load(self, instance_id: str) -> Load:
-        """The worker's present load, for reading."""
-        account = self._accounts.get(instance_id)
-        return account.load if account is not None else _IDLE
+        """The worker's load, for reading. The same object, kept true, until the worker is forgotten."""
+        return self._account(instance_id).load
+
+    def placement(self, request_id: str) -> Placement | None:
+        """Of a request in flight."""
+        return self._placements.get(request_id)
 
     def place(self, request_id: str, decode: Share, prefill: Share | None, now: float) -> None:
         """Counts a decision. One made earlier for the same request is void: it is placed again because that failed."""
         self._drop(request_id)
-        self._placements[request_id] = _Placement(now, decode, prefill)
+        self._placements[request_id] = Placement(now, decode, prefill)
         self._add(request_id, decode)
         if prefill is not None:
             self._add(request_id, prefill)
@@ -103,9 +122,12 @@ class Book:
 
     def report(self, report: LoadReport, now: float) -> None:
         """The worker's own word replaces what was believed, but for requests it cannot have seen."""
-        account = self._accounts.setdefault(report.instance_id, _Account())
+        account = self._account(report.instance_id)
         load = account.load
         load.requests = report.running_requests + report.waiting_requests
+        # The report has no pairs: what is queued is taken to be made up as before.
+        of_before = report.queued_prefill_tokens / load.queued_tokens if load.queued_tokens else 0.0
+        load.queued_pairs *= min(of_before, 1.0)
         load.queued_tokens = report.queued_prefill_tokens
         load.kv_blocks = report.kv_used_blocks
         for share in account.shares.values():
@@ -114,7 +136,8 @@ class Book:
 
     def forget(self, instance_id: str) -> None:
         """The worker is gone, or has begun anew."""
-        self._accounts.pop(instance_id, None)
+        if self._accounts.pop(instance_id, None) is not None:
+            self.generation += 1
 
     def expire(self, now: float) -> None:
         """Drops placements of which nothing was heard for too long, and the oldest past the bound."""
@@ -125,7 +148,7 @@ class Book:
             self._drop(request_id)
 
     def _add(self, request_id: str, share: Share) -> None:
-        account = self._accounts.setdefault(share.instance_id, _Account())
+        account = self._account(share.instance_id)
         account.shares[request_id] = share
         _count(account.load, share, 1)
 
@@ -145,14 +168,19 @@ class Book:
         account = self._accounts.get(share.instance_id)
         if account is not None:
             account.load.queued_tokens = max(0, account.load.queued_tokens - share.tokens)
-        share.tokens = 0
+            account.load.queued_pairs = max(0.0, account.load.queued_pairs - share.pairs)
+        share.tokens, share.pairs = 0, 0.0
 
-
-_IDLE = Load()
+    def _account(self, instance_id: str) -> _Account:
+        account = self._accounts.get(instance_id)
+        if account is None:
+            account = self._accounts[instance_id] = _Account()
+        return account
 
 
 def _count(load: Load, share: Share, sign: int) -> None:
     # Not below zero: a report may have seen the end of a request before its outcome came here.
     load.requests = max(0, load.requests + sign)
     load.queued_tokens = max(0, load.queued_tokens + sign * share.tokens)
+    load.queued_pairs = max(0.0, load.queued_pairs + sign * share.pairs)
     load.kv_blocks = max(0, load.kv_blocks + sign * share.blocks)

@@ -16,11 +16,13 @@ from controlplane.instances import Instance, ModelCard, State
 from controlplane.telemetry import get_logger
 from kvcache.index import KvIndex
 from kvcache.load import LoadReport
+from services.router.candidates import Candidate
+from services.router.decision import Decision
 from services.router.ingest import Ingest
 from services.router.placements import Book
-from services.router.policies import POLICIES
+from services.router.policies import POLICIES, Parameters
 from services.router.predictions import Predictions
-from services.router.scheduler import Candidate, Decision, Request, Scheduler
+from services.router.scheduler import Request, Scheduler
 from services.router.settings import RouterSettings
 from services.router.workers import Roster
 from tokenmill.router.v1 import router_pb2, router_pb2_grpc
@@ -48,7 +50,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._book = Book(settings.placement_ttl_s)
         self._predictions = Predictions()
         self._scheduler = Scheduler(
-            POLICIES[settings.policy](),
+            POLICIES[settings.policy](Parameters()),
             settings.remote_prefill_min_tokens,
             roster=self._roster,
             index=self._index,
@@ -134,9 +136,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 request.excluded_instances,
             ),
             time.monotonic(),
-            explain=explain,
         )
-        response = self._response(decision)
+        response = self._response(decision, explain=explain)
         metrics.decided(decision, time.perf_counter() - began)
         return response
 
@@ -150,11 +151,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
         for outcome in request.outcomes:
             match outcome.WhichOneof("outcome"):
                 case "prefill_done":
-                    self._book.prefilled(outcome.request_id, now)
+                    self._scheduler.prefilled(outcome.request_id, now, outcome.prefill_done.elapsed_ms / 1000)
                 case "first_token":
-                    self._book.computed(outcome.request_id)
+                    self._scheduler.first_token(outcome.request_id, now, outcome.first_token.ttft_ms / 1000)
                 case "freed":
-                    self._book.freed(outcome.request_id)
+                    self._scheduler.freed(outcome.request_id)
         return router_pb2.ReportResponse()
 
     async def GetIndex(  # noqa: N802
@@ -222,26 +223,26 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     def on_load(self, report: LoadReport) -> None:
         """Corrects what is believed of a worker's load."""
-        self._book.report(report, time.monotonic())
+        self._scheduler.report(report, time.monotonic())
 
     def on_forget(self, instance_id: str) -> None:
         """Nothing that was placed there runs any more."""
-        self._book.forget(instance_id)
-        self._predictions.forget(instance_id)
+        self._scheduler.forget(instance_id)
 
-    def _response(self, decision: Decision) -> router_pb2.ScheduleResponse:
+    def _response(self, decision: Decision, *, explain: bool) -> router_pb2.ScheduleResponse:
         response = router_pb2.ScheduleResponse(
             decode=_target(decision.decode),
             prefill=_target(decision.prefill) if decision.prefill is not None else None,
             uncached_tokens=decision.computes.uncached_tokens,
             policy=self._settings.policy,
             why=decision.why,
+            predicted_ttft_ms=round(decision.predicted_ttft_s * 1000),
         )
-        if decision.explanation is not None:
-            response.candidates.extend(map(_explained, decision.explanation.candidates))
+        if explain:
+            response.candidates.extend(map(_explained, decision.compared()))
             response.candidates.extend(
                 router_pb2.Candidate(instance_id=worker.instance_id, role=worker.role, filtered=reason)
-                for worker, reason in decision.explanation.filtered
+                for worker, reason in decision.filtered()
             )
         return response
 
@@ -290,12 +291,5 @@ def _explained(candidate: Candidate) -> router_pb2.Candidate:
         instance_id=candidate.worker.instance_id,
         role=candidate.worker.role,
         score=candidate.score,
-        terms={
-            "held_blocks": candidate.held_blocks,
-            "uncached_tokens": candidate.uncached_tokens,
-            "needed_blocks": candidate.needed_blocks,
-            "requests": candidate.load.requests,
-            "queued_tokens": candidate.load.queued_tokens,
-            "kv_blocks": candidate.load.kv_blocks,
-        },
+        terms=candidate.terms,
     )

@@ -1,14 +1,20 @@
-"""The workers a router may choose from, as discovery shows them. Pure."""
+"""The workers a router may choose from, as discovery shows them, and which of them fit a request. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from controlplane.instances import Instance, State
 from kvcache.format import KvFormat
+from services.router.placements import Book, Load
+from services.router.request import Request
+from services.router.timing import Timing, Timings
 
-__all__ = ["Choice", "Pool", "Roster", "Worker"]
+__all__ = ["Choice", "Group", "Pool", "Roster", "Worker"]
+
+_MOST_CHOICES = 256
+"""Combinations of LoRA, labels and capabilities whose workers a pool remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,46 +39,139 @@ class Worker:
     loras: frozenset[str] = frozenset()
     """LoRA adapters it serves."""
 
+    def lacks(self, request: Request) -> str:
+        """What the request wants and this worker never has, for a person; empty: nothing."""
+        if request.lora and request.lora not in self.loras:
+            return f"has no LoRA {request.lora}"
+        for name, value in request.labels.items():
+            if (name, value) not in self.labels:
+                return f"is not labelled {name}={value}"
+        missing = [name for name in request.capabilities if name not in self.capabilities]
+        return f"is not capable of {', '.join(missing)}" if missing else ""
 
-@dataclass(frozen=True, slots=True)
+
+class Group:
+    """Workers that are asked for together, again and again: what is looked up by name is looked up once."""
+
+    __slots__ = ("_generation", "_loads", "_timings", "block_size", "block_sizes", "position", "workers")
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.workers = tuple(workers)
+        self.position = {worker.instance_id: at for at, worker in enumerate(self.workers)}
+        self.block_sizes = [worker.format.block_size for worker in self.workers]
+        self.block_size = self.block_sizes[0] if len(set(self.block_sizes)) == 1 else 0
+        """0: they differ."""
+        self._generation = (-1, -1)
+        self._loads: list[Load] = []
+        self._timings: list[Timing] = []
+
+    def refresh(self, book: Book, timings: Timings) -> tuple[list[Load], list[Timing]]:
+        """Every worker's load and timing."""
+        generation = (book.generation, timings.generation)
+        if generation != self._generation:
+            self._loads = [book.load(worker.instance_id) for worker in self.workers]
+            self._timings = [
+                timings.of(worker.instance_id, (worker.format.model_fingerprint, worker.role))
+                for worker in self.workers
+            ]
+            self._generation = generation
+        return self._loads, self._timings
+
+
 class Choice:
     """The workers that may take a request."""
 
-    decode: Sequence[Worker]
-    """All of them, whether or not a prefill worker fits."""
-    paired: Sequence[Worker]
-    """Decode workers that can read the KV of some worker in `prefill`."""
-    prefill: Sequence[Worker]
+    __slots__ = ("_prefill", "decode", "paired")
+
+    def __init__(self, decode: Sequence[Worker], prefill: Sequence[Worker]) -> None:
+        self._prefill = {
+            kv_format: Group([worker for worker in prefill if worker.format is kv_format])
+            for kv_format in {worker.format for worker in decode}
+        }
+        self.decode = Group(decode)
+        """All of them, whether or not a prefill worker fits."""
+        self.paired = Group([worker for worker in decode if self._prefill[worker.format].workers])
+        """Those that can read the KV of some prefill worker."""
+
+    def prefill_for(self, decode: Worker) -> Group:
+        """Prefill workers whose KV one of `decode` can read."""
+        return self._prefill[decode.format]
 
 
 class Pool:
-    """The workers of one model, in every state."""
+    """The workers of one model, in every state. Never changes: a new picture is a new pool."""
 
     def __init__(self, workers: Iterable[Worker] = ()) -> None:
         self.workers = tuple(workers)
-        self._everyone = self._choose(self.workers)
+        self._choices: dict[object, Choice] = {}
 
     def of_role(self, role: str) -> list[Worker]:
         """Those of one role, in every state."""
         return [worker for worker in self.workers if worker.role == role]
 
-    def choice(self, excluded: Collection[str]) -> Choice:
-        """Those that are READY; where no decode worker is, those that have only gone quiet: better them than nobody.
+    def has(self, instance_id: str) -> bool:
+        """Whether this decode worker lives, and may do so for longer than a moment."""
+        return any(
+            worker.instance_id == instance_id and worker.state in (State.READY, State.SUSPECT)
+            for worker in self.workers
+        )
 
-        A quiet prefill worker is not waited for: decode can compute the prompt itself.
+    def choice(self, request: Request, only: str = "") -> Choice:
+        """Those that have what it wants, are not excluded and READY; `only`: no other decode worker.
+
+        Where no such decode worker is, those that it would rather avoid, then those that have only gone quiet: better
+        them than nobody. A quiet or avoided prefill worker is not waited for: decode can compute the prompt itself.
         """
-        if not excluded:
-            return self._everyone
-        return self._choose([worker for worker in self.workers if worker.instance_id not in excluded])
+        if not only and not request.is_particular:
+            return self._remembered((), request)
+        if not (only or request.excluded or request.avoided):
+            key = (request.lora, tuple(sorted(request.labels.items())), tuple(sorted(request.capabilities)))
+            return self._remembered(key, request)
+        return self._choose(request, only)
 
-    def _choose(self, workers: Sequence[Worker]) -> Choice:
-        def those(role: str, state: State) -> list[Worker]:
-            return [worker for worker in workers if worker.role == role and worker.state is state]
+    def unfit(self, worker: Worker, request: Request, only: str = "") -> str:
+        """Why this worker cannot take it, for a person; empty: it can, if no better one is there."""
+        if worker.state not in (State.READY, State.SUSPECT):
+            return str(worker.state)
+        if worker.instance_id in request.excluded:
+            return "excluded"
+        if only and worker.role == "decode" and worker.instance_id != only:
+            return "pinned to another" if request.pinned else f"the session is at {only}"
+        return worker.lacks(request)
 
-        decode = those("decode", State.READY) or those("decode", State.SUSPECT)
-        prefill = those("prefill", State.READY)
-        formats = {worker.format for worker in prefill}
-        return Choice(decode, [worker for worker in decode if worker.format in formats], prefill)
+    def passed_over(self, worker: Worker, request: Request, only: str = "") -> str:
+        """Why a worker that was not considered was not."""
+        if reason := self.unfit(worker, request, only):
+            return reason
+        if worker.instance_id in request.avoided:
+            return "avoided"
+        if worker.state is State.SUSPECT:
+            return str(worker.state)
+        return "no remote prefill, or no pair of equal KV formats"
+
+    def _remembered(self, key: object, request: Request) -> Choice:
+        choice = self._choices.get(key)
+        if choice is None:
+            if len(self._choices) >= _MOST_CHOICES:
+                self._choices.clear()
+            choice = self._choices[key] = self._choose(request, "")
+        return choice
+
+    def _choose(self, request: Request, only: str) -> Choice:
+        fit = [worker for worker in self.workers if not self.unfit(worker, request, only)]
+
+        def those(role: str, wanted: Callable[[Worker], bool]) -> list[Worker]:
+            return [worker for worker in fit if worker.role == role and wanted(worker)]
+
+        def is_good(worker: Worker) -> bool:
+            return worker.state is State.READY and worker.instance_id not in request.avoided
+
+        decode = (
+            those("decode", is_good)
+            or those("decode", lambda worker: worker.state is State.READY)
+            or those("decode", lambda worker: True)
+        )
+        return Choice(decode, those("prefill", is_good))
 
 
 class Roster:
@@ -80,30 +179,40 @@ class Roster:
 
     def __init__(self) -> None:
         self._pools: dict[str, Pool] = {}
+        self._seen: dict[str, tuple[Instance, Worker]] = {}
 
     def update(self, instances: Iterable[Instance]) -> None:
         """Takes the present picture. A model whose last worker went stays known: it is unavailable, not unknown."""
         workers: dict[str, list[Worker]] = {model: [] for model in self._pools}
         formats: dict[KvFormat, KvFormat] = {}  # equal formats become one object, so that comparing is cheap
+        for _, known in self._seen.values():
+            formats.setdefault(known.format, known.format)
+        seen: dict[str, tuple[Instance, Worker]] = {}
         for instance in instances:
             card = instance.model
-            if card is not None and instance.role in ("prefill", "decode"):
-                workers.setdefault(card.name, []).append(
-                    Worker(
-                        instance.instance_id,
-                        instance.epoch,
-                        instance.address,
-                        instance.role,
-                        instance.state,
-                        formats.setdefault(card.format, card.format),
-                        card.total_blocks,
-                        card.max_num_seqs,
-                        card.max_batched_tokens,
-                        tuple(sorted(instance.labels.items())),
-                        frozenset(card.capabilities),
-                        frozenset(card.loras),
-                    )
+            if card is None or instance.role not in ("prefill", "decode"):
+                continue
+            before = self._seen.get(instance.instance_id)
+            if before is not None and before[0] is instance:
+                worker = before[1]
+            else:
+                worker = Worker(
+                    instance.instance_id,
+                    instance.epoch,
+                    instance.address,
+                    instance.role,
+                    instance.state,
+                    formats.setdefault(card.format, card.format),
+                    card.total_blocks,
+                    card.max_num_seqs,
+                    card.max_batched_tokens,
+                    tuple(sorted(instance.labels.items())),
+                    frozenset(card.capabilities),
+                    frozenset(card.loras),
                 )
+            seen[instance.instance_id] = (instance, worker)
+            workers.setdefault(card.name, []).append(worker)
+        self._seen = seen
         self._pools = {model: Pool(those) for model, those in workers.items()}
 
     def pool(self, model: str) -> Pool | None:

@@ -1,59 +1,86 @@
 from __future__ import annotations
 
+import pytest
+
 from controlplane.instances import State
 from kvcache.format import KvFormat
-from services.router import policies
-from services.router.placements import Load
-from services.router.policies import POLICIES, Job, Lmetric, RoundRobin
-from services.router.workers import Worker
+from services.router.candidates import Candidates, Job, gather
+from services.router.placements import Book, Load, Share
+from services.router.policies import POLICIES, LeastLoaded, Linear, Lmetric, Parameters, RoundRobin, simple
+from services.router.timing import Timings
+from services.router.workers import Group, Worker
 
 FORMAT = KvFormat("fingerprint", "float32", 16, "nhd", "test", "1", "tp1-pp1")
+NO_PARAMETERS = Parameters()
 
 
 def worker(name: str = "w") -> Worker:
     return Worker(name, 1, "host:1", "decode", State.READY, FORMAT)
 
 
+def candidates(job: Job, *loads: Load, held: dict[int, int] | None = None, prompt: int = 100) -> Candidates:
+    """Workers 0, 1... with these loads, each holding so many blocks of the prompt."""
+    book = Book(60)
+    for at, load in enumerate(loads):
+        for number in range(load.requests):
+            first = number == 0
+            share = Share(str(at), load.queued_tokens if first else 0, load.kv_blocks if first else 0, 0)
+            book.place(f"{at}-{number}", share, None, 0)
+    group = Group([worker(str(at)) for at in range(len(loads))])
+    overlaps = {str(at): blocks for at, blocks in (held or {}).items()}
+    return gather(job, group, overlaps, prompt // 16, prompt, book, Timings())
+
+
 def test_lmetric_multiplies_prompt_work_by_requests() -> None:
-    load = Load(requests=3, queued_tokens=200, kv_blocks=99)
     for job in (Job.PREFILL, Job.WHOLE):
-        assert Lmetric().score(job, worker(), load, 100, 7) == ((200 + 100) * (3 + 1), 0)
+        some = candidates(job, Load(3, 200, 99), Load(), held={1: 2})
+        assert Lmetric(NO_PARAMETERS).score(some) == [(200 + 100) * (3 + 1), (100 - 32) * 1]
 
 
 def test_lmetric_counts_at_least_one_block_so_that_a_full_hit_still_sees_the_load() -> None:
-    busy, idle = Load(requests=5), Load()
-    assert Lmetric().score(Job.PREFILL, worker(), idle, 0, 1) == (16, 0)
-    assert Lmetric().score(Job.PREFILL, worker(), busy, 0, 1) > Lmetric().score(Job.PREFILL, worker(), idle, 90, 1)
+    some = candidates(Job.PREFILL, Load(), Load(5, 0, 0), held={0: 6, 1: 6}, prompt=96)
+    assert Lmetric(NO_PARAMETERS).score(some) == [16, 16 * 6]
 
 
-def test_lmetric_decode_multiplies_requests_by_blocks_and_prefers_fewer_to_move() -> None:
-    assert Lmetric().score(Job.DECODE, worker(), Load(2, 500, 30), 100, 7) == ((2 + 1) * (30 + 7), 7)
-    far, near = Load(kv_blocks=0), Load(kv_blocks=5)
-    assert Lmetric().score(Job.DECODE, worker(), near, 0, 5) < Lmetric().score(Job.DECODE, worker(), far, 0, 10)
+def test_lmetric_decode_multiplies_requests_by_blocks() -> None:
+    some = candidates(Job.DECODE, Load(2, 500, 30), Load(), held={1: 6})
+    assert Lmetric(NO_PARAMETERS).score(some) == [(2 + 1) * (30 + 7), 1 * (0 + 1)]
+
+
+def test_linear_adds_weighted_prefill_blocks_to_resident_ones() -> None:
+    some = candidates(Job.WHOLE, Load(1, 200, 30), Load(), held={1: 4})
+    assert Linear(Parameters(overlap_weight=2.0)).score(some) == [2 * (200 + 100) / 16 + 30 + 7, 2 * 36 / 16 + 7]
+    some = candidates(Job.DECODE, Load(1, 200, 30), Load(), held={1: 4})
+    assert Linear(NO_PARAMETERS).score(some) == [30 + 7, 7]
+
+
+def test_least_loaded_counts_requests() -> None:
+    assert LeastLoaded(NO_PARAMETERS).score(candidates(Job.WHOLE, Load(2, 0, 99), Load(1, 900, 0))) == [2, 1]
 
 
 def test_round_robin_takes_the_one_whose_turn_is_longest_ago() -> None:
-    policy, workers = RoundRobin(), [worker(name) for name in "abc"]
+    policy, names = RoundRobin(NO_PARAMETERS), list("abc")
 
     def turn() -> str:
-        best = min(workers, key=lambda one: policy.score(Job.WHOLE, one, Load(9, 9, 9), 0, 0))
+        group = Group([worker(name) for name in names])
+        scores = policy.score(gather(Job.WHOLE, group, {}, 0, 9, Book(60), Timings()))
+        best = group.workers[scores.index(min(scores))]
         policy.chosen(best)
         return best.instance_id
 
     assert [turn() for _ in range(6)] == ["a", "b", "c", "a", "b", "c"]
-    workers.append(worker("new"))
+    names.append("new")
     assert [turn() for _ in range(4)] == ["new", "a", "b", "c"]
 
 
 def test_round_robin_remembers_a_bounded_number_of_workers() -> None:
-    policy = RoundRobin()
-    for number in range(policies._MOST_REMEMBERED + 5):
+    policy = RoundRobin(NO_PARAMETERS)
+    for number in range(simple._MOST_REMEMBERED + 5):
         policy.chosen(worker(str(number)))
-    assert policy.score(Job.WHOLE, worker("0"), Load(), 0, 0) == (0, 0)
-    assert policy.score(Job.WHOLE, worker("5"), Load(), 0, 0) == (6, 0)
+    assert len(policy._last) == simple._MOST_REMEMBERED
 
 
-def test_every_policy_says_what_it_does() -> None:
-    for make in POLICIES.values():
-        text = type(make()).__doc__ or ""
-        assert all(word in text for word in ("Inputs:", "Parameters:", "Limits:")), make
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_says_what_it_does(name: str) -> None:
+    text = type(POLICIES[name](NO_PARAMETERS)).__doc__ or ""
+    assert all(word in text for word in ("Inputs:", "Parameters:", "Limits:"))

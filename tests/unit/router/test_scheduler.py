@@ -13,7 +13,7 @@ from kvcache.format import KvFormat
 from kvcache.index import KvIndex
 from kvcache.load import LoadReport
 from services.router.placements import Book
-from services.router.policies import POLICIES
+from services.router.policies import POLICIES, Parameters
 from services.router.predictions import Predictions
 from services.router.scheduler import Decision, Request, Scheduler
 from services.router.workers import Roster
@@ -38,7 +38,7 @@ class Router:
         self.now = 1000.0
         self.index, self.roster, self.book = KvIndex(), Roster(), Book(60)
         self.scheduler = Scheduler(
-            POLICIES[policy](), min_tokens,
+            POLICIES[policy](Parameters()), min_tokens,
             roster=self.roster, index=self.index, book=self.book, predictions=Predictions(), chance=random.Random(1),
         )  # fmt: skip
         self.roster.update(instances)
@@ -59,11 +59,10 @@ class Router:
         *,
         model: str = "model",
         excluded: Sequence[str] = (),
-        explain: bool = False,
     ) -> Decision:
         self.placed += 1
         request = Request(f"r{self.placed}", model, hashes, tokens, excluded)
-        return self.scheduler.schedule(request, self.now, explain=explain)
+        return self.scheduler.schedule(request, self.now)
 
     def names(self, decision: Decision) -> tuple[str | None, str]:
         prefill = decision.prefill
@@ -170,20 +169,15 @@ def test_workers_of_different_formats_are_never_paired() -> None:
 def test_hashes_of_another_block_size_count_for_nothing() -> None:
     router = Router(instance("d1", kv_format=replace(FORMAT, block_size=32)), instance("d2"))
     router.hold("d1", PROMPT)
-    explained = router.schedule(explain=True).explanation
-    assert explained is not None
-    assert [candidate.held_blocks for candidate in explained.candidates] == [0, 0]
+    assert [candidate.held_blocks for candidate in router.schedule().compared()] == [0, 0]
 
 
 def test_a_decode_worker_without_a_fitting_prefill_worker_waits_while_others_have_one() -> None:
     other = replace(FORMAT, dtype="bfloat16")
     router = Router(instance("p1"), instance("d1"), instance("d2", kv_format=other))
     assert {router.names(router.schedule()) for _ in range(10)} == {("p1", "d1")}
-    explained = router.schedule(explain=True).explanation
-    assert explained is not None
-    assert [(worker.instance_id, "equal KV formats" in reason) for worker, reason in explained.filtered] == [
-        ("d2", True)
-    ]
+    filtered = router.schedule().filtered()
+    assert [(worker.instance_id, "equal KV formats" in reason) for worker, reason in filtered] == [("d2", True)]
 
 
 def test_a_burst_of_one_new_prefix_stays_together_before_any_event_came() -> None:
@@ -221,12 +215,9 @@ def test_an_explanation_has_every_worker_with_all_terms_or_the_reason() -> None:
     router = Router(instance("p1"), instance("d1"), instance("d2", state=State.DRAINING))
     router.hold("p1", PROMPT[:4])
     router.load("p1", requests=2, tokens=50)
-    decision = router.schedule(explain=True)
-    explained = decision.explanation
-    assert explained is not None
-    seen = {candidate.worker.instance_id: candidate for candidate in explained.candidates}
+    decision = router.schedule()
+    seen = {candidate.worker.instance_id: candidate for candidate in decision.compared()}
     assert seen.keys() == {"p1", "d1"}
     assert seen["p1"].score == (50 + TOKENS - 64) * 3 == decision.computes.score
     assert (seen["p1"].held_blocks, seen["p1"].load.requests, seen["d1"].load.requests) == (4, 2, 0)
-    assert [(worker.instance_id, reason) for worker, reason in explained.filtered] == [("d2", "draining")]
-    assert router.schedule().explanation is None
+    assert [(worker.instance_id, reason) for worker, reason in decision.filtered()] == [("d2", "draining")]
