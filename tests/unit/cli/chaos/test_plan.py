@@ -1,0 +1,62 @@
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cli.chaos.plan import FAULTS, chosen, plan_round
+from controlplane.errors import SettingsError
+
+PARTS = {
+    "prefill": ["prefill-1", "prefill-2"],
+    "decode": ["decode-1", "decode-2"],
+    "router": ["router-1", "router-2"],
+    "frontend": ["frontend-1", "frontend-2"],
+    "etcd": ["etcd"],
+    "nats": ["nats"],
+    "clients": ["all"],
+}
+
+
+def test_the_same_seed_gives_the_same_plan() -> None:
+    one, two = (plan_round(random.Random(5), FAULTS, PARTS, strikes=20, spacing_s=3) for _ in range(2))
+    assert one == two
+    assert one != plan_round(random.Random(6), FAULTS, PARTS, strikes=20, spacing_s=3)
+
+
+@given(seed=st.integers(0, 10_000))
+def test_of_each_role_one_part_is_well_at_any_time(seed: int) -> None:
+    planned = plan_round(random.Random(seed), FAULTS, PARTS, strikes=12, spacing_s=3)
+    assert [one.after_s for one in planned] == sorted(one.after_s for one in planned)
+    for one in planned:
+        assert one.part in PARTS[one.fault.role]
+        assert one.lasts_s <= one.fault.longest_s
+    for role, names in PARTS.items():
+        of_role = [one for one in planned if one.fault.role == role]
+        for before, after in pairwise(of_role if len(names) > 1 else []):
+            assert before.part == after.part or after.after_s >= before.until_s + 3 - 1e-3
+
+
+def test_faults_overlap_sometimes() -> None:
+    planned = plan_round(random.Random(1), FAULTS, PARTS, strikes=60, spacing_s=3)
+    assert any(after.after_s < before.until_s for before, after in pairwise(planned))
+
+
+def test_faults_are_chosen_by_name_and_pattern() -> None:
+    assert [fault.name for fault in chosen("kill-decode", PARTS)] == ["kill-decode"]
+    assert {fault.action for fault in chosen("kill-*, freeze-nats", PARTS)} == {"kill", "freeze"}
+    assert chosen("*", PARTS) == FAULTS
+
+
+def test_parts_that_are_not_there_are_not_struck() -> None:
+    assert chosen("kill-prefill", PARTS | {"prefill": []}) == ()
+
+
+def test_an_only_frontend_is_left_alone() -> None:
+    assert not [f for f in chosen("*", PARTS | {"frontend": ["frontend"]}) if f.role == "frontend"]
+
+
+def test_an_unknown_fault_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(SettingsError, match=r"'kil-decode'.*kill-decode"):
+        chosen("kil-decode", PARTS)
