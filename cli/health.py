@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from controlplane.errors import SettingsError, Unavailable
+from cli.tls import add_tls, channel_credentials, channel_options
+from controlplane.errors import Unavailable
 
 __all__ = ["main"]
 
@@ -29,18 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _channel(arguments: argparse.Namespace) -> grpc.Channel:
-    if not arguments.ca:
+    credentials = channel_credentials(arguments)
+    if credentials is None:
         return grpc.insecure_channel(arguments.address)
-    files = [_read(path) if path else None for path in (arguments.ca, arguments.key, arguments.cert)]
-    options = [("grpc.ssl_target_name_override", arguments.server_name)] if arguments.server_name else []
-    return grpc.secure_channel(arguments.address, grpc.ssl_channel_credentials(*files), options)
-
-
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise SettingsError(f"cannot read {path}: {error.strerror}") from error
+    return grpc.secure_channel(arguments.address, credentials, channel_options(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,9 +49,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--service", default="", metavar="NAME", help="a gRPC service's full name; default: all of it")
     parser.add_argument("--timeout", type=float, default=3.0, metavar="SECONDS", help="[default %(default)s]")
-    tls = parser.add_argument_group("of a frontend that serves TLS")
-    tls.add_argument("--ca", metavar="FILE", help="PEM of the CA that signed its certificate; without: clear text")
-    tls.add_argument("--server-name", metavar="NAME", help="in its certificate, where that is not the host asked")
-    tls.add_argument("--cert", metavar="FILE", help="PEM of a certificate of ours, where it wants one")
-    tls.add_argument("--key", metavar="FILE", help="PEM of the key of --cert")
+    add_tls(parser)
     return parser

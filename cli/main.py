@@ -27,6 +27,8 @@ _FOR_USERS = {
     "up": _Command("cli.up.command", "start a deployment on this machine and keep it running"),
     "down": _Command("cli.down", "stop a deployment that runs in the background"),
     "status": _Command("cli.status", "show instances, their state and load"),
+    "drain": _Command("cli.drain", "take an instance out of use: it finishes what runs, then ends"),
+    "undrain": _Command("cli.undrain", "take a drain back that is not done yet"),
     "health": _Command("cli.health", "ask one service whether it can do its work now"),
     "chat": _Command("cli.chat", "talk to a served model in the terminal"),
     "simulate": _Command("cli.simulate", "replay a request trace through the router and simulated workers"),

@@ -13,10 +13,9 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from rich.text import Text
 
-from cli.arguments import add_deployment
+from cli.arguments import add_deployment, add_etcd, running_here
 from cli.tables import print_table
 from controlplane.bus import Bus
-from controlplane.deployment import running
 from controlplane.discovery import Discovery
 from controlplane.errors import Unavailable
 from controlplane.instances import Instance, State
@@ -62,12 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         "through the deployment that runs on this machine, or where it is told.",
     )
     add_deployment(parser)
-    parser.add_argument(
-        "--etcd",
-        default=os.environ.get("TOKENMILL_ETCD"),
-        metavar="HOST:PORT",
-        help="ask this etcd [env TOKENMILL_ETCD]",
-    )
+    add_etcd(parser)
     parser.add_argument(
         "--nats",
         default=os.environ.get("TOKENMILL_NATS"),
@@ -81,12 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 def _endpoints(arguments: argparse.Namespace) -> tuple[str, str | None]:
     if arguments.etcd is not None:
         return arguments.etcd, arguments.nats
-    state = running(arguments.deployment)
-    if state is None:
-        raise Unavailable(
-            f"deployment {arguments.deployment!r} does not run on this machine; start `tokenmill up`, or say with "
-            "--etcd HOST:PORT where it is registered"
-        )
+    state = running_here(arguments.deployment)
     return state.etcd, arguments.nats or state.nats
 
 
