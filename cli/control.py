@@ -55,8 +55,8 @@ def refused(instance: Instance, error: grpc.aio.AioRpcError) -> Exception:
     """What to tell of a call that failed."""
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return Unavailable(
-            f"{instance.instance_id} ({instance.state.value}, process {instance.pid} on {instance.host}) does not answer "
-            f"at {instance.address}: {error.details() or error.code().name}"
+            f"{instance.instance_id} ({instance.state.value}, process {instance.pid} on {instance.host}) does not "
+            f"answer at {instance.address}: {error.details() or error.code().name}"
         )
     return from_rpc_error(error)
 
