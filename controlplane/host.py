@@ -30,6 +30,7 @@ from typing import Any, Protocol, TypeVar
 import grpc
 import msgspec
 import uvloop
+from prometheus_client import Gauge
 
 from controlplane.bus import Bus
 from controlplane.channels import Channels
@@ -117,6 +118,9 @@ class Host:
         self.tls = tls
         self.channels = Channels()
         self.registry = new_registry(service=service.name, instance_id=settings.instance_id)
+        loop = asyncio.get_running_loop()
+        tasks = Gauge("tokenmill_asyncio_tasks", "Tasks of the event loop", registry=self.registry)
+        tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         self.log = get_logger(f"services.{service.name}")
         self._service = service
         self._listener = GrpcListener()
