@@ -49,4 +49,6 @@ class EngineSettings:
     sim_answer_tokens: int | None = setting(
         None, "mean length of an answer without max_tokens; 0: the model's length", minimum=0
     )
-    fault: str = setting("", "misbehaves so, for tests", choices=("", "corrupt-block", "late-read"), hidden=True)
+    fault: str = setting(
+        "", "misbehaves so, for tests", choices=("", "corrupt-block", "late-read", "hang"), hidden=True
+    )

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from controlplane.errors import InvalidRequest, NotFound, Unsupported
+from controlplane.errors import InvalidRequest, NotFound, Unavailable, Unsupported
 from engines.base import Capability, EngineInfo, EngineRequest, Handle, KvOutcome, SamplingParams
 
-__all__ = ["check_decode", "check_model", "check_prefill", "handle_verdict"]
+__all__ = ["check_decode", "check_epoch", "check_model", "check_prefill", "handle_verdict"]
 
 
 def check_model(name: str, info: EngineInfo) -> None:
     """Raises `NotFound` unless this engine serves the model."""
     if name != info.model:
         raise NotFound(f"model {name!r} is not served here: this worker serves {info.model!r}", param="model")
+
+
+def check_epoch(asked: int, own: int) -> None:
+    """Raises `Unavailable` for a request meant for another life of this instance. 0: meant for any."""
+    if asked not in (0, own):
+        raise Unavailable(f"this worker's epoch is {own}, not {asked}: look it up again", param="epoch")
 
 
 def check_decode(request: EngineRequest, info: EngineInfo) -> None:

@@ -10,7 +10,16 @@ from typing import Any
 
 from controlplane.errors import InvalidRequest, TokenmillError
 from controlplane.grpc_errors import to_proto
-from engines.base import MAX_LOGPROBS, FinishReason, Handle, KvOutcome, PrefillResult, SamplingParams, Usage
+from engines.base import (
+    MAX_LOGPROBS,
+    FinishReason,
+    Handle,
+    KvOutcome,
+    LoadSnapshot,
+    PrefillResult,
+    SamplingParams,
+    Usage,
+)
 from kvcache.format import KvFormat
 from tokenmill.common.v1 import common_pb2
 from tokenmill.decode.v1 import decode_pb2
@@ -20,6 +29,7 @@ __all__ = [
     "handle_age_s",
     "handle_from_proto",
     "handle_to_proto",
+    "pulse_to_proto",
     "sampling_from_proto",
 ]
 
@@ -111,4 +121,13 @@ def finished_to_proto(
             remote_tokens=usage.remote_tokens,
         ),
         kv_outcome=decode_pb2.KvOutcome.ValueType(outcome.value),
+    )
+
+
+def pulse_to_proto(load: LoadSnapshot) -> decode_pb2.Pulse:
+    """What frontends are told of the engine once a second."""
+    return decode_pb2.Pulse(
+        waiting_requests=load.waiting_requests,
+        queued_prefill_tokens=load.queued_prefill_tokens,
+        step_time_us=round(load.step_time_s * 1e6),
     )

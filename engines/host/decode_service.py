@@ -10,8 +10,8 @@ import grpc
 
 from controlplane.errors import InvalidRequest, Unavailable
 from engines.base import EngineInfo, EngineRequest
-from engines.host.admission import check_decode, check_model
-from engines.host.convert import handle_age_s, handle_from_proto, sampling_from_proto
+from engines.host.admission import check_decode, check_epoch, check_model
+from engines.host.convert import handle_age_s, handle_from_proto, pulse_to_proto, sampling_from_proto
 from engines.host.live import DecodeLimits, LiveRequests
 from engines.host.started import StartedEngine
 from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
@@ -20,6 +20,7 @@ __all__ = ["DecodeService"]
 
 _MAX_FLUSH_MS = 20
 _DEFAULT_FLUSH_MS = 1
+_PULSE_S = 1.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -29,7 +30,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     def __init__(self, limits: DecodeLimits) -> None:
         self._limits = limits
-        self._serving: tuple[LiveRequests, EngineInfo] | None = None
+        self._serving: tuple[LiveRequests, StartedEngine] | None = None
 
     def add_to(self, server: grpc.aio.Server) -> str:
         """Returns the service's full name."""
@@ -38,7 +39,22 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     def serve(self, started: StartedEngine) -> None:
         """Takes calls from now on."""
-        self._serving = LiveRequests(started, self._limits), started.info
+        self._serving = LiveRequests(started, self._limits), started
+
+    @property
+    def busy(self) -> int:
+        """Requests that the engine should be working on."""
+        return self._serving[0].busy if self._serving is not None else 0
+
+    def halt(self, reason: str) -> None:
+        """Fails what runs and refuses what comes, until `go_on`."""
+        if self._serving is not None:
+            self._serving[0].halt(reason)
+
+    def go_on(self) -> None:
+        """Takes requests again."""
+        if self._serving is not None:
+            self._serving[0].go_on()
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests and waits for the running ones; those that outlast `timeout_s` fail."""
@@ -63,9 +79,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self, request: decode_pb2.SubmitRequest, context: Context
     ) -> decode_pb2.SubmitResponse:
         """Hands a request to the engine; its answer goes to the Attach stream."""
-        live, info = self._ready()
+        live, started = self._ready()
+        check_epoch(request.epoch, started.epoch)
         stream = live.stream(request.attach_id)
-        engine_request = _engine_request(request, info)
+        engine_request = _engine_request(request, started.info)
         await live.submit(
             engine_request,
             stream,
@@ -86,7 +103,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self, request: decode_pb2.AttachRequest, context: Context
     ) -> None:
         """Sends every answer of one frontend until the stream breaks; then its requests are cancelled."""
-        live, _ = self._ready()
+        live, started = self._ready()
         flush_ms = request.min_flush_ms if request.HasField("min_flush_ms") else _DEFAULT_FLUSH_MS
         if not request.attach_id:
             raise InvalidRequest("attach_id is empty: choose a unique one", param="attach_id")
@@ -94,10 +111,19 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             message = f"min_flush_ms is {flush_ms}; it must be at most {_MAX_FLUSH_MS}"
             raise InvalidRequest(message, param="min_flush_ms")
         stream = live.attach(request.attach_id, flush_ms / 1000)
+        pulse_at = 0.0
+
+        async def write(batch: decode_pb2.StepBatch) -> None:
+            nonlocal pulse_at
+            if (now := time.monotonic()) >= pulse_at:
+                pulse_at = now + _PULSE_S
+                batch.pulse.CopyFrom(pulse_to_proto(started.engine.load()))
+            await context.write(batch)
+
         try:
             # Tells the frontend that it may submit.
             await context.send_initial_metadata(())
-            await stream.run(context.write)
+            await stream.run(write)
         finally:
             live.detach(stream)
 
@@ -105,8 +131,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self, request: decode_pb2.GenerateRequest, context: Context
     ) -> None:
         """One request on a stream of its own."""
-        live, info = self._ready()
-        engine_request = _engine_request(request, info)
+        live, started = self._ready()
+        engine_request = _engine_request(request, started.info)
         stream = live.attach(f"generate-{uuid.uuid4().hex}", _DEFAULT_FLUSH_MS / 1000)
 
         async def write(batch: decode_pb2.StepBatch) -> None:
@@ -127,7 +153,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         finally:
             live.detach(stream)
 
-    def _ready(self) -> tuple[LiveRequests, EngineInfo]:
+    def _ready(self) -> tuple[LiveRequests, StartedEngine]:
         if self._serving is None:
             raise Unavailable("this worker is still loading its model: try another")
         return self._serving

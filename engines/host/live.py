@@ -14,6 +14,7 @@ from controlplane.errors import (
     Draining,
     InvalidRequest,
     Overloaded,
+    Stalled,
     TokenmillError,
     Unavailable,
     error_class,
@@ -122,6 +123,8 @@ class LiveRequests:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._halted = ""
+        """Why no request is taken for now."""
         self._sink = self._on_step
         """One object for all requests, so that an engine calls it once a step."""
 
@@ -158,6 +161,8 @@ class LiveRequests:
         """
         if self._draining:
             raise Draining("this worker is draining: try another")
+        if self._halted:
+            raise Stalled(self._halted)
         if request.request_id in self._live:
             raise InvalidRequest(f"request_id {request.request_id!r} is being served already", param="request_id")
         if len(self._live) >= self._info.max_num_seqs + self._limits.max_waiting:
@@ -194,6 +199,25 @@ class LiveRequests:
                 cancelled += 1
                 self._end(live, FinishReason.CANCELLED, None)
         return cancelled
+
+    @property
+    def busy(self) -> int:
+        """Requests that the engine should be working on; one that has KV to read first may be waiting for others."""
+        return sum(
+            live.ending is None and (live.handle is None or live.completion_tokens > 0) for live in self._live.values()
+        )
+
+    def halt(self, reason: str) -> None:
+        """Fails every running answer, at once and without the engine, and refuses new ones, until `go_on`."""
+        self._halted = reason
+        for live in list(self._live.values()):
+            self._end(live, FinishReason.ERROR, Stalled(reason))
+            if live.ending is not None:
+                self._tell_end(live, *live.ending)
+
+    def go_on(self) -> None:
+        """Takes requests again."""
+        self._halted = ""
 
     async def drain(self, timeout_s: float) -> None:
         """Takes no new request and waits for the running ones; those that outlast `timeout_s` fail `Draining`."""

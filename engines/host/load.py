@@ -1,4 +1,4 @@
-"""How busy the engine is, for Prometheus; and whether it has stopped moving."""
+"""How busy the engine is, for Prometheus."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from engines.base import LoadSnapshot
 
-__all__ = ["LoadCollector", "StallWatch"]
+__all__ = ["LoadCollector"]
 
 
 class LoadCollector(Collector):
@@ -40,27 +40,3 @@ class LoadCollector(Collector):
         yield CounterMetricFamily(
             "tokenmill_kv_leases_expired", "Handles whose lease ended unread", value=load.kv_leases_expired
         )
-
-
-class StallWatch:
-    """Notices an engine that has requests and makes no steps.
-
-    It counts readings, not time: a machine that stood still for a minute has made no readings either, and its engine is
-    not to blame.
-    """
-
-    def __init__(self, most_readings: int) -> None:
-        self._most_readings = most_readings
-        self._steps = -1
-        self._readings = 0
-
-    def observe(self, load: LoadSnapshot) -> None:
-        """Call at a fixed pace."""
-        moved = load.steps != self._steps or not load.running_requests
-        self._readings = 0 if moved else self._readings + 1
-        self._steps = load.steps
-
-    @property
-    def stalled(self) -> bool:
-        """No step in more than `most_readings` readings in a row, with requests running."""
-        return self._readings > self._most_readings

@@ -12,10 +12,18 @@ from typing import Any
 import grpc
 from prometheus_client import Counter
 
-from controlplane.errors import DeadlineExceeded, Draining, InvalidRequest, Overloaded, TokenmillError, Unavailable
+from controlplane.errors import (
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    Overloaded,
+    Stalled,
+    TokenmillError,
+    Unavailable,
+)
 from controlplane.telemetry import get_logger
 from engines.base import EngineInfo, EngineRequest, PrefillResult
-from engines.host.admission import check_model, check_prefill
+from engines.host.admission import check_epoch, check_model, check_prefill
 from engines.host.convert import handle_to_proto, sampling_from_proto
 from engines.host.started import StartedEngine
 from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
@@ -51,6 +59,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._halted = ""
+        """Why no prompt is taken for now."""
         self._releases: set[asyncio.Task[bool]] = set()
 
     def add_to(self, server: grpc.aio.Server) -> str:
@@ -64,6 +74,20 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             "tokenmill_prefill_runs", "Prompts by what came of them", ["result"], registry=started.registry
         )
         self._serving = started, counts
+
+    @property
+    def busy(self) -> int:
+        """Prompts that the engine should be working on."""
+        return len(self._running)
+
+    def halt(self, reason: str) -> None:
+        """Fails the running prompts at once and refuses new ones, until `go_on`."""
+        self._halted = reason
+        self._end_running()
+
+    def go_on(self) -> None:
+        """Takes prompts again."""
+        self._halted = ""
 
     def close(self) -> None:
         """Nothing to end: `drain` ended the calls, and the engine frees what it holds."""
@@ -84,10 +108,13 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                     await asyncio.sleep(_LEASE_POLL_S)
         except TimeoutError:
             self._log.warning("work outlasted the drain", prompts=len(self._running), kv_leases=engine.load().kv_leases)
-            for timeout in self._running.values():
-                if not timeout.expired():
-                    timeout.reschedule(0)
+            self._end_running()
             await self._idle.wait()
+
+    def _end_running(self) -> None:
+        for timeout in self._running.values():
+            if not timeout.expired():
+                timeout.reschedule(0)
 
     def resume(self) -> None:
         """Takes new prompts again after a `drain`."""
@@ -104,6 +131,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         """Computes a prompt. Nothing stays held for a caller who has gone or whose time is over."""
         started = time.monotonic()
         worker, results = self._ready()
+        check_epoch(request.epoch, worker.epoch)
         with _counted(results):
             result = await self._prefill(worker, _engine_request(request, worker.info), context.time_remaining())
             # Runs when the call is over; one that was cut off before its answer was sent is not done.
@@ -137,6 +165,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def _prefill(self, worker: StartedEngine, request: EngineRequest, time_left_s: float | None) -> PrefillResult:
         if self._draining:
             raise Draining("this worker is draining: try another")
+        if self._halted:
+            raise Stalled(self._halted)
         if request.request_id in self._running:
             raise InvalidRequest(f"request_id {request.request_id!r} is being computed already", param="request_id")
         if len(self._running) >= worker.info.max_num_seqs + self._limits.max_waiting:
@@ -155,6 +185,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                     if not self._running:
                         self._idle.set()
         except TimeoutError:
+            if self._halted:
+                raise Stalled(self._halted) from None
             if self._draining:
                 raise Draining("the worker was stopped before the prompt was computed") from None
             raise DeadlineExceeded("the prompt was not computed in the time the call had") from None

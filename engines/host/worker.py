@@ -16,7 +16,9 @@ from controlplane.instances import ModelCard
 from controlplane.kv_publisher import KvPublisher, KvSourceServicer
 from controlplane.telemetry import get_logger
 from engines.base import Engine, EngineInfo, Handle, Role
-from engines.host.load import LoadCollector, StallWatch
+from engines.host.canary import Canary
+from engines.host.load import LoadCollector
+from engines.host.stall import READING_S, StallWatch
 from engines.host.started import StartedEngine
 from engines.settings import EngineSettings
 from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
@@ -46,6 +48,16 @@ class RoleService(Protocol):
     def unfinished(self) -> int:
         """How much a drain waits for."""
 
+    @property
+    def busy(self) -> int:
+        """Requests that the engine should be working on."""
+
+    def halt(self, reason: str) -> None:
+        """Fails what runs with `Stalled` and refuses what comes, until `go_on`."""
+
+    def go_on(self) -> None:
+        """Takes work again after a `halt`."""
+
     def close(self) -> None:
         """Lets open streams end."""
 
@@ -53,7 +65,15 @@ class RoleService(Protocol):
 class Worker:
     """Owns the engine, its KV publisher and the service of its role."""
 
-    def __init__(self, role: Role, settings: EngineSettings, service: RoleService, *, stall_timeout_s: float) -> None:
+    def __init__(
+        self,
+        role: Role,
+        settings: EngineSettings,
+        service: RoleService,
+        *,
+        stall_timeout_s: float,
+        canary_idle_s: float,
+    ) -> None:
         """Raises `SettingsError`, so that a wrong setting ends the process before it waits for anything."""
         engines.check(settings)
         self.name = role.value
@@ -61,12 +81,14 @@ class Worker:
         self._settings = settings
         self._service = service
         self._kv_source = _KvSource()
-        self._watch = StallWatch(round(stall_timeout_s / _LOAD_REPORT_S))
         self._stall_timeout_s = stall_timeout_s
+        self._canary_idle_s = canary_idle_s
         self._shown_load = LoadCollector()
         self._log = get_logger(__name__)
         self._engine: Engine | None = None
         self._publisher: KvPublisher | None = None
+        self._hung = ""
+        """Why the engine is not waited for any longer."""
 
     def add_to(self, server: grpc.aio.Server) -> Sequence[str]:
         """Adds the role's service and KvSource; both refuse `Unavailable` until the engine has started."""
@@ -105,6 +127,9 @@ class Worker:
             )
         )
         host.spawn(self._report_load(engine, publisher), "load reports")
+        host.spawn(
+            self._watch(host, engine, StallWatch(info.max_batched_tokens, info.format.block_size)), "stall watch"
+        )
         return _model_card(info)
 
     async def drain(self, timeout_s: float) -> None:
@@ -129,17 +154,38 @@ class Worker:
 
     def failed(self) -> str | None:
         """Why this worker can no longer serve."""
-        if self._watch.stalled:
-            return f"the engine has requests and has made no step for {self._stall_timeout_s:g} s"
-        return self._engine.failed() if self._engine is not None else None
+        return self._hung or (self._engine.failed() if self._engine is not None else None)
 
     async def _report_load(self, engine: Engine, publisher: KvPublisher) -> None:
         while True:
             load = engine.load()
-            self._watch.observe(load)
             self._shown_load.latest = load
             publisher.load_report(load)
             await asyncio.sleep(_LOAD_REPORT_S)
+
+    async def _watch(self, host: Host, engine: Engine, watch: StallWatch) -> None:
+        """Takes no work while the engine makes no steps; after long it is given up."""
+        canary = Canary(engine, self._canary_idle_s)
+        try:
+            while True:
+                busy = self._service.busy
+                was_stalled = watch.stalled
+                watch.observe(engine.load(), busy + canary.under_way)
+                canary.observe(busy, now=watch.stalled)
+                if watch.stalled and not was_stalled:
+                    reason = f"the engine has requests and has made no step for {watch.still_s:g} s"
+                    self._log.error("the engine is stalled: what it had is given up", requests=busy, reason=reason)
+                    self._service.halt(reason)
+                    await host.set_ready(False)
+                elif was_stalled and not watch.stalled:
+                    self._log.warning("the engine makes steps again")
+                    self._service.go_on()
+                    await host.set_ready(True)
+                if watch.still_s > self._stall_timeout_s:
+                    self._hung = f"the engine has requests and has made no step for {self._stall_timeout_s:g} s"
+                await asyncio.sleep(READING_S)
+        finally:
+            await canary.close()
 
     async def _release(self, channels: Channels, handle: Handle) -> None:
         request = prefill_pb2.ReleaseRequest(handle_id=handle.handle_id, epoch=handle.epoch)

@@ -9,9 +9,10 @@ from controlplane.errors import SettingsError
 
 __all__ = ["FAULTS", "SimConfig"]
 
-FAULTS = ("", "corrupt-block", "late-read")
+FAULTS = ("", "corrupt-block", "late-read", "hang")
 """Ways to misbehave, for tests. "corrupt-block": a prefill engine flips a byte of each hold's first block after
-digesting it. "late-read": a decode engine starts a read only after the handle's lease has ended."""
+digesting it. "late-read": a decode engine starts a read only after the handle's lease has ended. "hang": it makes no
+step from the signal SIGUSR1 on, until SIGUSR2."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 import uuid
 from array import array
@@ -63,6 +64,8 @@ class SimEngine:
         self._advertise_host = advertise_host
         self._clock = PacedClock(config.time_scale)
         self._work = asyncio.Event()
+        self._may_step = asyncio.Event()
+        self._may_step.set()
         self._live: dict[str, TokenSequence] = {}
         """Until the end has been delivered."""
         self._prefills: dict[str, asyncio.Future[PrefillResult]] = {}
@@ -95,6 +98,10 @@ class SimEngine:
         if config.kv_bytes_per_block:
             on_progress("starting the transfer agent")
             await self._open_handoff()
+        if config.fault == "hang":
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGUSR1, self._may_step.clear)
+            loop.add_signal_handler(signal.SIGUSR2, self._may_step.set)
         self._own(self._run(), "sim-steps")
         return self._info()
 
@@ -261,6 +268,7 @@ class SimEngine:
 
     async def _run(self) -> None:
         while True:
+            await self._may_step.wait()
             self._work.clear()
             step = self._scheduler.step(self._clock.now())
             if self._handoff is not None:

@@ -17,7 +17,12 @@ class DecodeSettings:
     max_waiting: int = setting(256, "most requests beyond max_num_seqs before new ones are refused", minimum=0)
     max_handle_age_s: float = setting(10.0, "an older KV handle is not tried; the prompt is computed here", minimum=0)
     max_unsent_kb: int = setting(256, "most KiB of one answer kept for a frontend that does not read", minimum=1)
-    stall_timeout_s: float = setting(120.0, "the worker fails after so long without an engine step", minimum=1)
+    stall_timeout_s: float = setting(
+        60.0, "the process fails, to be started anew, after so long without an engine step, seconds", minimum=1
+    )
+    canary_idle_s: float = setting(
+        10.0, "an engine idle for so long is asked for one token, to see that it lives, seconds; 0: never", minimum=0
+    )
 
     def limits(self) -> DecodeLimits:
         """As the worker host takes them."""

@@ -29,7 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     settings = loaded.get(PrefillSettings)
     service = PrefillService(settings.limits())
-    worker = Worker(Role.PREFILL, loaded.get(EngineSettings), service, stall_timeout_s=settings.stall_timeout_s)
+    worker = Worker(
+        Role.PREFILL,
+        loaded.get(EngineSettings),
+        service,
+        stall_timeout_s=settings.stall_timeout_s,
+        canary_idle_s=settings.canary_idle_s,
+    )
     return run(worker, loaded.get(CommonSettings))
 
 

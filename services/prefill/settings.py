@@ -15,7 +15,12 @@ class PrefillSettings:
     """The bounds of a prefill worker. How long KV is held is [engine] kv_lease_s."""
 
     max_waiting: int = setting(256, "most prompts beyond max_num_seqs before new ones are refused", minimum=0)
-    stall_timeout_s: float = setting(120.0, "the worker fails after so long without an engine step", minimum=1)
+    stall_timeout_s: float = setting(
+        60.0, "the process fails, to be started anew, after so long without an engine step, seconds", minimum=1
+    )
+    canary_idle_s: float = setting(
+        10.0, "an engine idle for so long is asked for one token, to see that it lives, seconds; 0: never", minimum=0
+    )
 
     def limits(self) -> PrefillLimits:
         """As the worker host takes them."""

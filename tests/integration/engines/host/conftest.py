@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -24,36 +23,12 @@ from tests.scripted_engine import ScriptedEngine
 from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
 from tokenmill.prefill.v1 import prefill_pb2_grpc
 
+from .peers import Frontend, until
+from .worker_process import discovery, start_worker
+
+__all__ = ["EPOCH", "Frontend", "Worker", "discovery", "start_worker", "until"]
+
 EPOCH = 7
-
-
-async def until(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
-    """Waits for a condition, a coroutine function maybe, and fails the test when it does not come."""
-    async with asyncio.timeout(timeout_s):
-        while True:
-            holds = condition()
-            if await holds if inspect.isawaitable(holds) else holds:
-                return
-            await asyncio.sleep(0.002)
-
-
-@dataclass
-class Frontend:
-    """Reads one Attach stream as a frontend does."""
-
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    finished: dict[int, decode_pb2.Finished] = field(default_factory=dict)
-    batches: list[decode_pb2.StepBatch] = field(default_factory=list)
-
-    async def read(self, call: Any) -> None:
-        async for batch in call:
-            self.batches.append(batch)
-            start = 0
-            for slot, count in zip(batch.slots, batch.counts, strict=True):
-                self.tokens.setdefault(slot, []).extend(batch.token_ids[start : start + count])
-                start += count
-            for finished in batch.finished:
-                self.finished[finished.slot] = finished
 
 
 @dataclass

@@ -78,7 +78,8 @@ async def test_an_idle_stream_sends_a_heartbeat_each_second(decode: Worker) -> N
     async with decode.attached() as frontend:
         await until(lambda: len(frontend.batches) == 2)
     assert time.monotonic() - started > 1.9
-    assert not any(batch.ByteSize() for batch in frontend.batches)
+    assert all(not batch.slots and not batch.finished for batch in frontend.batches)
+    assert frontend.batches[0].HasField("pulse"), "and says how the engine does"
 
 
 async def test_a_frontend_that_stops_reading_fails_its_large_answers_alone(serve_decode: ServeDecode) -> None:

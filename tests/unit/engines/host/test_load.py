@@ -3,25 +3,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from engines.base import LoadSnapshot
-from engines.host.load import LoadCollector, StallWatch
-
-
-def test_an_engine_with_requests_and_no_steps_is_noticed() -> None:
-    watch = StallWatch(most_readings=3)
-    for _ in range(4):
-        watch.observe(LoadSnapshot(running_requests=1, steps=7))
-        assert not watch.stalled
-    watch.observe(LoadSnapshot(running_requests=1, steps=7))
-    assert watch.stalled
-    watch.observe(LoadSnapshot(running_requests=1, steps=8))
-    assert not watch.stalled
-
-
-def test_an_idle_engine_may_stand_still() -> None:
-    watch = StallWatch(most_readings=1)
-    for _ in range(10):
-        watch.observe(LoadSnapshot(running_requests=0, steps=7))
-    assert not watch.stalled
+from engines.host.load import LoadCollector
 
 
 def test_a_scrape_shows_the_latest_reading() -> None:
