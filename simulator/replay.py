@@ -22,7 +22,7 @@ from simulator.clock import PS, Timeline
 from simulator.measures import Distribution, Gaps, Result, Timing
 from simulator.router import VirtualRouter
 from simulator.sequence import TraceSequence
-from simulator.trace import Arrival, block_hashes
+from simulator.trace import TRACE_BLOCK, Arrival, block_hashes
 from simulator.worker import SimWorker
 
 __all__ = ["Cluster", "Limits", "replay"]
@@ -45,6 +45,10 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.decode < 1 or self.prefill < 0:
             raise SettingsError(f"{self.decode} decode and {self.prefill} prefill workers: one must decode")
+        if self.block_size < 1 or TRACE_BLOCK % self.block_size:
+            raise SettingsError(
+                f"block size {self.block_size} does not divide the traces' {TRACE_BLOCK}", param="block_size"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +168,7 @@ class _Replay:
         timing = self._timings[sequence.number]
         if sequence.length == sequence.prompt_tokens + 1:
             timing.first_token = now
-            self._router.first_token(sequence.request_id, now)
+            self._router.first_token(sequence.request_id, timing.ttft, now)
             self._count(worker, sequence, cached=not sequence.remote)
         if finish is not None:
             timing.ended = now
@@ -186,7 +190,8 @@ class _Replay:
         self._count(worker, sequence, cached=True)
         decoder, arrival = self._decoders.pop(sequence.number)
         self._held_by[sequence.number] = worker
-        self._router.prefilled(sequence.request_id, self.timeline.now_s)
+        now = self.timeline.now_s
+        self._router.prefilled(sequence.request_id, now - self._timings[sequence.number].arrived, now)
         blocks = arrival.prompt_tokens // self._cluster.block_size
         continued = TraceSequence(
             arrival.number,

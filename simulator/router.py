@@ -18,7 +18,7 @@ from kvcache.format import KvFormat
 from kvcache.index import Holder, KvIndex
 from kvcache.load import LoadReport
 from services.router.placements import Book
-from services.router.policies import POLICIES
+from services.router.policies import POLICIES, Parameters
 from services.router.predictions import Predictions
 from services.router.scheduler import Decision, Request, Scheduler
 from services.router.settings import RouterSettings
@@ -41,7 +41,6 @@ class VirtualRouter:
     def __init__(self, settings: RouterSettings, workers: Collection[SimWorker], profile: Profile, block_size: int,
                  seed: int) -> None:  # fmt: skip
         self._index = KvIndex()
-        self._book = Book(settings.placement_ttl_s)
         self._news: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._told = 0
         self._holders: dict[str, Holder] = {
@@ -50,11 +49,11 @@ class VirtualRouter:
         roster = Roster()
         roster.update(_instance(worker, profile, block_size) for worker in workers)
         self._scheduler = Scheduler(
-            POLICIES[settings.policy](),
+            POLICIES[settings.policy](Parameters()),
             settings.remote_prefill_min_tokens,
             roster=roster,
             index=self._index,
-            book=self._book,
+            book=Book(settings.placement_ttl_s),
             predictions=Predictions(),
             chance=random.Random(seed),
         )
@@ -88,19 +87,21 @@ class VirtualRouter:
             step_time_us=round(load.step_time_s * 1e6),
             steps=load.steps,
         )
-        self._tell(now + LOAD_S, self._book.report, report, now + LOAD_S)
+        self._tell(now + LOAD_S, self._scheduler.report, report, now + LOAD_S)
 
-    def prefilled(self, request_id: str, now: float) -> None:
-        """A frontend says that the prefill worker is done."""
-        self._tell(now + OUTCOMES_S, self._book.prefilled, request_id, now + OUTCOMES_S)
+    def prefilled(self, request_id: str, elapsed_s: float, now: float) -> None:
+        """A frontend says that the prefill worker is done, so long after it was asked."""
+        told = now + OUTCOMES_S
+        self._tell(told, self._scheduler.prefilled, request_id, told, elapsed_s)
 
-    def first_token(self, request_id: str, now: float) -> None:
-        """A frontend says that the answer began."""
-        self._tell(now + OUTCOMES_S, self._book.computed, request_id)
+    def first_token(self, request_id: str, ttft_s: float, now: float) -> None:
+        """A frontend says that the answer began, so long after the request came."""
+        told = now + OUTCOMES_S
+        self._tell(told, self._scheduler.first_token, request_id, told, ttft_s)
 
     def freed(self, request_id: str, now: float) -> None:
         """A frontend says that the answer ended."""
-        self._tell(now + OUTCOMES_S, self._book.freed, request_id)
+        self._tell(now + OUTCOMES_S, self._scheduler.freed, request_id)
 
     def _tell(self, due: float, take: Callable[..., None], *arguments: Any) -> None:
         self._told += 1

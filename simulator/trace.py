@@ -148,12 +148,7 @@ def _window_s(arrivals: Sequence[Arrival]) -> float:
 
 
 def block_hashes(arrival: Arrival, block_size: int) -> list[int]:
-    """Sequence hashes of the prompt's full blocks. A smaller block size cuts each block of the trace into equal parts.
-
-    Raises `SettingsError` for a block size that does not divide the trace's.
-    """
-    if TRACE_BLOCK % block_size:
-        raise SettingsError(f"block size {block_size} does not divide the trace's {TRACE_BLOCK}", param="block_size")
+    """Sequence hashes of the prompt's full blocks. `block_size` divides `TRACE_BLOCK`, so parts of it share its name."""
     count = arrival.prompt_tokens // block_size
     parts = TRACE_BLOCK // block_size
     hashes: list[int] = []

@@ -447,10 +447,15 @@ class Scheduler:
     def load(self) -> LoadSnapshot:
         """How busy it is now. Costs time in proportion to the requests."""
         waiting = [s for s in self._waiting if s.stage is Stage.WAITING]
+        queued = sum(s.length - s.computed for s in waiting)
+        for s in self._running:
+            left = s.length - s.computed
+            if left > 1:  # else it decodes
+                queued += left
         return LoadSnapshot(
             running_requests=len(self._running) + len(self._reading),
             waiting_requests=len(waiting),
-            queued_prefill_tokens=sum(s.length - s.computed for s in (*waiting, *self._running)),
+            queued_prefill_tokens=queued,
             kv_used_blocks=self._pool.in_use,
             kv_total_blocks=self._pool.total,
             kv_leased_blocks=sum(len(hold.blocks) for hold in self._holds.values()),
