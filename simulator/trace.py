@@ -148,7 +148,7 @@ def _window_s(arrivals: Sequence[Arrival]) -> float:
 
 
 def block_hashes(arrival: Arrival, block_size: int) -> list[int]:
-    """Sequence hashes of the prompt's full blocks. `block_size` divides `TRACE_BLOCK`, so parts of it share its name."""
+    """Sequence hashes of the prompt's full blocks. Parts of a block of the trace share its id."""
     count = arrival.prompt_tokens // block_size
     parts = TRACE_BLOCK // block_size
     hashes: list[int] = []
