@@ -20,24 +20,24 @@ import grpc
 
 from controlplane.channels import Channels
 from controlplane.discovery import Discovery
-from controlplane.errors import Draining, InvalidRequest, Overloaded, TokenmillError, Unavailable
-from controlplane.grpc_errors import from_rpc_error
-from controlplane.instances import State
+from controlplane.errors import Draining, TokenmillError, Unavailable
 from controlplane.telemetry import get_logger
 from services.frontend.answer import Answer
+from services.frontend.calls import left_s, metadata, result
 from services.frontend.decode_streams import DecodeStreams
 from services.frontend.generation import Generation
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.migration import Move, next_move
 from services.frontend.models import Models
 from services.frontend.reports import Reports
+from services.frontend.routers import Routers
 from services.frontend.sampling import sampling_to_proto
 from services.frontend.settings import FrontendSettings
 from services.frontend.stage import Stage
 from tokenmill.common.v1 import common_pb2
 from tokenmill.decode.v1 import decode_pb2
 from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
-from tokenmill.router.v1 import router_pb2, router_pb2_grpc
+from tokenmill.router.v1 import router_pb2
 
 __all__ = ["Dispatcher"]
 
@@ -46,8 +46,6 @@ T = TypeVar("T")
 _RELEASE_TIMEOUT_S = 2.0
 _MOST_RELEASES, _RELEASES_AT_ONCE = 10_000, 64
 """Past the first bound KV is left to its lease."""
-_ROUTERS = (State.READY, State.SUSPECT, State.DRAINING)
-"""The states in which a router decides, the best first."""
 
 
 @dataclass(slots=True)
@@ -89,8 +87,7 @@ class Dispatcher:
         metrics: FrontendMetrics,
     ) -> None:
         self._settings = settings
-        self._discovery = discovery
-        self._seed = seed
+        self._routers = Routers(settings, discovery, seed, channels, reports)
         self._channels = channels
         self._models = models
         self._streams = streams
@@ -175,7 +172,7 @@ class Dispatcher:
                 request = self._submission(answer, stream.attach_id, slot, kv)
                 generation = answer.generation
                 answer.stage = Stage.PREFILLING if kv is None else Stage.TRANSFERRING
-                call = stream.stub.Submit(request, timeout=_left_s(generation), metadata=_metadata(generation))
+                call = stream.stub.Submit(request, timeout=left_s(generation), metadata=metadata(generation))
                 await _accepted(call, answer)
                 await asyncio.shield(answer.ended)
                 finished = True
@@ -199,51 +196,26 @@ class Dispatcher:
             prompt_token_ids=generation.prompt,
             sampling=sampling_to_proto(generation.sampling),
             kv=kv.aged() if kv is not None else None,
-            timeout_ms=max(round(_left_s(generation) * 1000), 1),
-            priority=generation.priority,
+            timeout_ms=max(round(left_s(generation) * 1000), 1),
+            priority=generation.routing.priority,
         )
 
     async def _place(self, answer: Answer, excluded: list[str]) -> _Placement:
-        generation = answer.generation
-        routers = [one for one in self._discovery.by_service("router") if one.state in _ROUTERS]
-        if routers:
-            router = min(routers, key=lambda one: (_ROUTERS.index(one.state), one.instance_id)).address
-            try:
-                return await self._ask_router(router, answer, excluded)
-            except (Overloaded, InvalidRequest):
-                raise
-            except TokenmillError as error:
-                self._log.warning("placed without the router", router=router, reason=error.message)
-        return self._place_blind(generation, excluded)
-
-    async def _ask_router(self, router: str, answer: Answer, excluded: list[str]) -> _Placement:
-        generation = answer.generation
-        request = router_pb2.ScheduleRequest(
-            request_id=answer.request_id,
-            model=generation.model.name,
-            block_hashes=generation.block_hashes(self._seed),
-            prompt_tokens=len(generation.prompt),
-            max_tokens=generation.sampling.max_tokens or 0,
-            excluded_instances=excluded,
-            priority=generation.priority,
-        )
-        stub = router_pb2_grpc.RouterStub(self._channels.get(router))
-        told = False
-        try:
-            timeout = min(self._settings.schedule_timeout_s, _left_s(generation))
-            placed = await _result(stub.Schedule(request, timeout=timeout, metadata=_metadata(generation)))
-            told = True
-            return _Placement(placed.decode, placed.prefill if placed.HasField("prefill") else None, router)
-        finally:
-            if not told:
-                # It may have placed the request all the same, and must not wait for its end.
-                freed = router_pb2.Outcome(request_id=answer.request_id, freed=router_pb2.Freed())
-                self._reports.add(router, freed)
+        asked = await self._routers.schedule(answer.generation, answer.request_id, excluded)
+        if asked is None:
+            return self._place_blind(answer.generation, excluded)
+        router, placed = asked
+        return _Placement(placed.decode, placed.prefill if placed.HasField("prefill") else None, router)
 
     def _place_blind(self, generation: Generation, excluded: list[str]) -> _Placement:
         self._metrics.blind.inc()
-        candidates = [one for one in self._models.workers(generation.model.name) if one.instance_id not in excluded]
-        if not candidates:
+        routing = generation.routing
+        candidates = [
+            one
+            for one in self._models.workers(generation.model.name)
+            if one.instance_id not in excluded and routing.allows(one.instance_id, one.labels)
+        ]
+        if not candidates or routing.session_hard:  # only a router knows where the session is
             raise Unavailable(
                 f"no worker can serve the model {generation.model.name!r} now; try again later", retry_after_s=1.0
             )
@@ -261,14 +233,14 @@ class Dispatcher:
             model=generation.model.name,
             prompt_token_ids=generation.prompt,
             sampling=sampling_to_proto(generation.sampling),
-            priority=generation.priority,
+            priority=generation.routing.priority,
         )
         # A worker that hangs leaves decode the time to compute the prompt itself.
-        timeout = min(self._settings.prefill_timeout_s, _left_s(generation) / 2)
+        timeout = min(self._settings.prefill_timeout_s, left_s(generation) / 2)
         answer.stage = Stage.PREFILLING
         done: prefill_pb2.RunResponse | None = None
         try:
-            done = await _result(stub.Run(request, timeout=timeout, metadata=_metadata(generation)))
+            done = await result(stub.Run(request, timeout=timeout, metadata=metadata(generation)))
         except TokenmillError as error:
             self._metrics.prefill_fallbacks.labels(error.code).inc()
             self._log.warning(
@@ -320,7 +292,7 @@ async def _accepted(call: Awaitable[decode_pb2.SubmitResponse], answer: Answer) 
     It ends before that when it is very short, and when the worker has gone silent and its stream was given up. Raises
     the worker's refusal.
     """
-    submit = asyncio.create_task(_result(call), name=f"submit {answer.request_id}")
+    submit = asyncio.create_task(result(call), name=f"submit {answer.request_id}")
     try:
         both: set[asyncio.Future[Any]] = {submit, answer.ended}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -328,25 +300,3 @@ async def _accepted(call: Awaitable[decode_pb2.SubmitResponse], answer: Answer) 
             await submit
     finally:
         submit.cancel()
-
-
-async def _result(call: Awaitable[T]) -> T:
-    """What the call returns; raises the error that the other side raised."""
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from None
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        # Not we were cancelled but the call, with its channel: whoever served that address is gone.
-        raise Unavailable("the connection was closed") from None
-
-
-def _left_s(generation: Generation) -> float:
-    return max(generation.deadline - asyncio.get_running_loop().time(), 0.001)
-
-
-def _metadata(generation: Generation) -> tuple[tuple[str, str], ...]:
-    return (("x-request-id", generation.trace_id),)

@@ -13,6 +13,7 @@ from kvcache.hashing import hash_blocks
 from services.frontend.models import ServedModel
 from services.frontend.openai_errors import ContextLengthExceeded
 from services.frontend.openai_requests import Options
+from services.frontend.routing import Routing
 from services.frontend.sampling import check_capabilities
 
 __all__ = ["Generation", "chat_prompt", "make_generations"]
@@ -30,7 +31,7 @@ class Generation:
     prompt: array[int]
     sampling: SamplingParams
     stop: tuple[str, ...]
-    priority: int
+    routing: Routing
     deadline: float
     """In the event loop's time."""
 
@@ -99,7 +100,7 @@ def make_generations(
                     prompt=prompt,
                     sampling=sampling,
                     stop=options.stop,
-                    priority=options.priority,
+                    routing=Routing(priority=options.priority),
                     deadline=deadline,
                 )
             )

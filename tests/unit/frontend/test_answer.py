@@ -21,6 +21,7 @@ from services.frontend.answer import Answer, Logprobs
 from services.frontend.generation import Generation
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.models import ServedModel
+from services.frontend.routing import Routing
 from services.frontend.tokenizer import Tokenizer
 from tokenmill.common.v1 import common_pb2
 from tokenmill.decode.v1 import decode_pb2
@@ -60,7 +61,7 @@ class Heard:
 
 def begin(stop: tuple[str, ...] = (), **sampling: Any) -> tuple[Answer, Heard]:
     heard = Heard()
-    generation = Generation("r", "t", MODEL, array("I", [1, 2]), SamplingParams(**sampling), stop, 0, 0.0)
+    generation = Generation("r", "t", MODEL, array("I", [1, 2]), SamplingParams(**sampling), stop, Routing(), 0.0)
     return Answer(generation, 0, heard, FrontendMetrics(CollectorRegistry())), heard
 
 
@@ -220,7 +221,7 @@ async def test_usage_is_of_the_prompt_that_was_asked_and_of_all_workers_tokens()
 
 async def test_the_router_hears_of_every_workers_first_token_and_time_to_first_token_counts_once() -> None:
     registry = CollectorRegistry()
-    generation = Generation("r", "t", MODEL, array("I", [1, 2]), SamplingParams(), (), 0, 0.0)
+    generation = Generation("r", "t", MODEL, array("I", [1, 2]), SamplingParams(), (), Routing(), 0.0)
     answer = Answer(generation, 0, Heard(), FrontendMetrics(registry))
     firsts = []
     answer.on_first_token = lambda: firsts.append(answer.request_id)
