@@ -1,4 +1,4 @@
-"""One child process: its own session, a log file, and an end no later than its parent's."""
+"""One child process: its own session, a log file, sockets it is given, and an end no later than its parent's."""
 
 from __future__ import annotations
 
@@ -8,43 +8,42 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
-__all__ = ["ChildProcess", "ChildSpec", "die_with_parent", "log_tail"]
+from controlplane.listen_fds import FIRST_FD
+
+__all__ = ["INSTANCE_ID_ENV", "ChildProcess", "ChildSpec", "die_with_parent"]
+
+INSTANCE_ID_ENV = "TOKENMILL_INSTANCE_ID"
 
 # Runs first in the child, then becomes the command. Not a preexec_fn: that runs Python between fork and exec, which may
 # deadlock in a process with threads, and gRPC has threads.
-_DIE_WITH_PARENT = """
-import ctypes, os, sys
+_DIE_WITH_PARENT = f"""
+import ctypes, fcntl, os, sys
 ctypes.CDLL(None).prctl(1, int(sys.argv[1]))  # PR_SET_PDEATHSIG; survives the exec
+given = [int(descriptor) for descriptor in sys.argv[3].split(",") if descriptor]
+aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 64) for descriptor in given]
+for descriptor in given:
+    os.set_inheritable(descriptor, False)
+for number, descriptor in enumerate(aside, {FIRST_FD}):
+    os.dup2(descriptor, number)
+if given:
+    os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS=str(len(given)))
 if os.getppid() == int(sys.argv[2]):
-    os.execvp(sys.argv[3], sys.argv[3:])
+    os.execvp(sys.argv[4], sys.argv[4:])
 """
 
 
-def die_with_parent(command: Sequence[str], death_signal: signal.Signals) -> list[str]:
-    """`command`, wrapped so that Linux sends it `death_signal` when the thread that started it ends, in any way."""
-    return [sys.executable, "-IS", "-c", _DIE_WITH_PARENT, str(int(death_signal)), str(os.getpid()), *command]
+def die_with_parent(command: Sequence[str], death_signal: signal.Signals, sockets: Sequence[int] = ()) -> list[str]:
+    """`command`, wrapped so that Linux sends it `death_signal` when the thread that started it ends, in any way.
 
-
-def log_tail(log_file: Path, lines: int) -> list[str]:
-    """The last lines of a log that say something, at most `lines`; empty when there is no log.
-
-    A Go program (etcd, NATS) that panics ends in a long trace; why it did stands before that, so the trace is left out.
+    It gets the `sockets`, descriptors that the wrapper must inherit, as `inherited_sockets` expects them.
     """
-    with contextlib.suppress(FileNotFoundError), log_file.open("rb") as log:
-        size = log.seek(0, os.SEEK_END)
-        log.seek(max(0, size - 65536))
-        said = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-        telling = [
-            line
-            for line, next_line in zip(said, [*said[1:], ""], strict=True)
-            if not line.startswith(("\t", "goroutine ")) and not next_line.startswith("\t")
-        ]
-        return telling[-lines:]
-    return []
+    given = ",".join(map(str, sockets))
+    return [sys.executable, "-IS", "-c", _DIE_WITH_PARENT, str(int(death_signal)), str(os.getpid()), given, *command]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +59,21 @@ class ChildSpec:
     """The whole environment; None: the supervisor's own."""
     death_signal: signal.Signals = signal.SIGTERM
     """What the child gets when its supervisor is gone."""
+    instance_id: str = ""
+    """What a service registers as; empty: it is none."""
+    generation: int = 1
+    sockets: tuple[int, ...] = ()
+    """Descriptors of listening sockets that it is given, and shares with those before and after it."""
+    answers: Callable[[], bool] | None = None
+    """Whether it has come to work, for one that is no service; may block for a moment."""
+
+    def successor(self) -> ChildSpec:
+        """The same service as another instance, to run beside this one: after `decode-4f2a1c` `decode-4f2a1c-2`."""
+        generation = self.generation + 1
+        first_id = self.instance_id if self.generation == 1 else self.instance_id.rpartition("-")[0]
+        instance_id = f"{first_id}-{generation}"
+        env = {**(os.environ if self.env is None else self.env), INSTANCE_ID_ENV: instance_id}
+        return replace(self, generation=generation, instance_id=instance_id, env=env)
 
 
 class ChildProcess:
@@ -82,13 +96,19 @@ class ChildProcess:
 
     async def start(self) -> None:
         """Starts the process as the leader of a session of its own, so that a terminal's Ctrl-C does not reach it."""
-        with self.log_file.open("ab") as log:
+        spec = self.spec
+        with contextlib.ExitStack() as stack:
+            try:
+                log: int | IO[bytes] = stack.enter_context(self.log_file.open("ab"))
+            except OSError:  # no room for a log is no reason not to serve
+                log = subprocess.DEVNULL
             self._process = await asyncio.create_subprocess_exec(
-                *die_with_parent(self.spec.command, self.spec.death_signal),
+                *die_with_parent(spec.command, spec.death_signal, spec.sockets),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self.spec.env,
+                env=spec.env,
+                pass_fds=spec.sockets,
                 start_new_session=True,
             )
 

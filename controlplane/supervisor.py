@@ -1,61 +1,67 @@
-"""Keeps the processes of one machine running: restarts what dies, gives up on what cannot start, stops all in order."""
+"""Keeps the processes of one machine running: restarts what dies, gives up on what cannot start, stops all in order.
+
+A child that ends with exit code 0 was asked to go, and stays down until `restart`. A service that runs can be followed
+by a successor, another instance of the same child beside which it runs until the successor is ready.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import difflib
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from controlplane.child_process import ChildProcess, ChildSpec, log_tail
-from controlplane.errors import Unavailable
+from controlplane.child_log import log_tail, rotate
+from controlplane.child_process import ChildProcess, ChildSpec
+from controlplane.errors import NotFound, Unavailable
+from controlplane.restart_policy import RestartPolicy
 
-__all__ = ["ChildFailed", "Report", "RestartPolicy", "Supervisor"]
+__all__ = ["Child", "ChildFailed", "ChildState", "Report", "Supervisor"]
 
 Report = Callable[[str, str], None]
 """Called with a child's name and a short text for a person. Must not block or raise."""
-
-_SETTINGS_ARE_WRONG = 2
-"""The exit code by which our services say that trying again is of no use."""
-
-_STEADY_S = 30.0
-"""A child that lived this long counts as recovered: its next failure is the first in a row."""
 
 _KILL_GRACE_S = 2.0
 """Every stage of a stop gets at least this much, also when those before it used all the time."""
 
 _LOG_LINES_SHOWN = 15
+_MAX_LOG_BYTES = 25 << 20
+"""Twice this is kept of each child's log."""
+_LOOK_AT_LOGS_S = 1.0
+_ASK_S = 0.05
+"""Pause between two tries to have an answer of a child that has just started."""
 
 
 class ChildFailed(Unavailable):
     """A child ended again and again without ever having been ready."""
 
 
-class RestartPolicy:
-    """How long to wait before a restart, and when to give up. Pure; one per child."""
+class ChildState(Enum):
+    """Values are those of supervisor.proto."""
 
-    def __init__(self, *, first_delay_s: float = 0.5, longest_delay_s: float = 30.0, attempts: int = 3) -> None:
-        self._first_delay_s = first_delay_s
-        self._longest_delay_s = longest_delay_s
-        self._attempts = attempts
-        self._failures_in_a_row = 0
-        self._ever_ready = False
+    RUNNING = 1
+    RESTARTING = 2
+    """It ended and is started again soon."""
+    STOPPED = 3
+    """It was asked to go."""
 
-    def ready(self) -> None:
-        """The child has come to work: from now on it is restarted for ever."""
-        self._ever_ready = True
 
-    def delay_after(self, exit_code: int, lived_s: float) -> float | None:
-        """Seconds until the restart; None gives up, which only a child that was never ready brings about."""
-        self._failures_in_a_row = self._failures_in_a_row + 1 if lived_s < _STEADY_S else 1
-        hopeless = exit_code == _SETTINGS_ARE_WRONG or self._failures_in_a_row >= self._attempts
-        if hopeless and not self._ever_ready:
-            return None
-        return float(min(self._longest_delay_s, self._first_delay_s * 2 ** min(self._failures_in_a_row - 1, 16)))
+@dataclass(frozen=True, slots=True)
+class Child:
+    """One child as it is now."""
+
+    name: str
+    state: ChildState
+    pid: int
+    """0: there is no process."""
+    instance_id: str
 
 
 class Supervisor:
@@ -73,14 +79,20 @@ class Supervisor:
         report: Report,
         *,
         drain_timeout_s: float,
+        start_timeout_s: float = 3600.0,
         restart_policy: Callable[[], RestartPolicy] = RestartPolicy,
     ) -> None:
-        self._children = {
-            spec.name: _Kept(ChildProcess(spec, log_dir / f"{spec.name}.log"), restart_policy()) for spec in specs
-        }
+        self._log_dir = log_dir
         self._report = report
         self._drain_timeout_s = drain_timeout_s
-        self._keepers: list[asyncio.Task[None]] = []
+        self._start_timeout_s = start_timeout_s
+        self._children = {spec.name: self._kept(spec, restart_policy()) for spec in specs}
+        """By name, the one that counts."""
+        self._all: set[_Kept] = set()
+        """With those that come after and those that go."""
+        self._restarting = asyncio.Lock()
+        self._restarts: set[asyncio.Task[None]] = set()
+        self._log_watch: asyncio.Task[None] | None = None
         self._body: asyncio.Task[object] | None = None
         self._cancels_of_others = 0
         self._failure: BaseException | None = None
@@ -89,62 +101,200 @@ class Supervisor:
         self._body = asyncio.current_task()
         assert self._body is not None
         self._cancels_of_others = self._body.cancelling()
-        for name, kept in self._children.items():
-            keeper = asyncio.create_task(self._keep(kept), name=f"keep {name}")
-            keeper.add_done_callback(self._when_keeper_ends)
-            self._keepers.append(keeper)
+        self._log_watch = asyncio.create_task(self._bound_logs(), name="bound logs")
+        for kept in self._children.values():
+            self._start(kept).add_done_callback(self._when_keeper_ends)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         failure, body, self._body = self._failure, self._body, None
+        assert self._log_watch is not None
+        for task in (*self._restarts, self._log_watch):
+            task.cancel()
         try:
             await self._stop()
         finally:
             self.kill()
-            await asyncio.wait(self._keepers)
+            keepers = [kept.keeper for kept in self._all if kept.keeper is not None]
+            await asyncio.gather(*keepers, *self._restarts, self._log_watch, return_exceptions=True)
         # As in asyncio.timeout: our own cancellation becomes the failure, somebody else's stays a cancellation.
         if failure is not None and body is not None and body.uncancel() <= self._cancels_of_others:
             raise failure from None
 
+    def children(self) -> list[Child]:
+        """All, in the order in which they were given."""
+        return [
+            Child(name, kept.state, kept.pid, kept.process.spec.instance_id) for name, kept in self._children.items()
+        ]
+
     def pid(self, name: str) -> int:
-        """The process id of a child; 0 while it is between two lives."""
-        process = self._children[name].process
-        return process.pid if process.running else 0
+        """The process id of a child; 0 while it has no process."""
+        return self._children[name].pid
+
+    def pids(self) -> dict[str, tuple[str, int]]:
+        """Name and process id of every service by its instance id, successors included."""
+        return {
+            kept.process.spec.instance_id: (kept.process.spec.name, kept.pid)
+            for kept in self._all
+            if kept.process.spec.instance_id and kept.pid
+        }
 
     def mark_ready(self, name: str, pid: int) -> None:
-        """Says that this process of a child has come to work; said of an earlier one, it changes nothing."""
-        kept = self._children[name]
-        if pid and self.pid(name) == pid:
-            kept.policy.ready()
+        """Says that this process of a child has come to work; said of one that is gone, it changes nothing."""
+        for kept in self._all:
+            if pid and kept.pid == pid and kept.process.spec.name == name:
+                kept.policy.ready()
+                kept.ready.set()
+
+    async def until_ready(self, name: str) -> None:
+        """Waits, without end, until the child works."""
+        await self._children[name].ready.wait()
+
+    async def restart(self, name: str, *, successor_first: bool = False) -> Child:
+        """Brings back a child that is down, and has one that runs go and come back; returns when it works again.
+
+        With `successor_first` a service is told to go only when its successor is ready. Goes on when it is cancelled.
+        Raises `NotFound`, or `Unavailable` with the reason why the new process does not come to work.
+        """
+        if name not in self._children:
+            nearest = difflib.get_close_matches(name, self._children, n=1, cutoff=0.0)
+            raise NotFound(f"no child is called {name!r}; the nearest is {nearest[0]!r}", param="name")
+        task = asyncio.create_task(self._restart(name, successor_first), name=f"restart {name}")
+        self._restarts.add(task)
+        task.add_done_callback(self._restarts.discard)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise Unavailable(f"{name} is not restarted: the deployment is stopping") from None
+            raise
+        return next(child for child in self.children() if child.name == name)
 
     def kill(self) -> None:
         """Ends every child and what it started, at once. A stop under way then comes to its end."""
-        for kept in self._children.values():
-            kept.stopping.set()
+        for kept in self._all:
+            kept.stop()
             kept.process.kill()
+
+    def _kept(self, spec: ChildSpec, policy: RestartPolicy) -> _Kept:
+        return _Kept(ChildProcess(spec, self._log_dir / f"{spec.name}.log"), policy)
+
+    def _start(self, kept: _Kept) -> asyncio.Task[None]:
+        self._all.add(kept)
+        kept.keeper = asyncio.create_task(self._keep(kept), name=f"keep {kept.process.spec.name}")
+        return kept.keeper
 
     async def _keep(self, kept: _Kept) -> None:
         """Runs one child until it is told to stop or is given up."""
         name, process = kept.process.spec.name, kept.process
         try:
-            while not kept.stopping.is_set():
+            while not kept.stopping:
                 started = time.monotonic()
-                await process.start()
-                if kept.stopping.is_set():  # told while the process was being made
-                    process.terminate()
-                exit_code = await process.wait()
-                if kept.stopping.is_set():
+                exit_code, reason = await self._live(kept)
+                if kept.stopping:
                     return
+                if kept.again:
+                    continue
+                if exit_code == 0:
+                    kept.state = ChildState.STOPPED
+                    self._report(name, f"was asked to go; `tokenmill restart {name}` brings it back")
+                    await kept.woken.wait()
+                    continue
+                kept.state = ChildState.RESTARTING
                 delay_s = kept.policy.delay_after(exit_code, time.monotonic() - started)
                 if delay_s is None:
                     tail = "\n".join(f"    {line}" for line in log_tail(process.log_file, _LOG_LINES_SHOWN))
-                    raise ChildFailed(f"{name} cannot start: it {_how_it_ended(exit_code)}. Its log ends:\n{tail}")
-                self._report(name, f"{_reason(process, exit_code)}; restarting in {delay_s:.1f} s")
-                await _wait_at_most(kept.stopping.wait(), delay_s)
+                    message = f"{name} cannot start: it {_how_it_ended(exit_code)}. Its log ends:\n{tail}"
+                    kept.failed(message)
+                    raise ChildFailed(message)
+                kept.failed(f"{name} {reason}")
+                self._report(name, f"{reason}; restarting in {delay_s:.1f} s")
+                await _wait_at_most(kept.woken.wait(), delay_s)
         finally:
+            kept.failed(f"{name} was stopped")
             kept.ended.set()
+
+    async def _live(self, kept: _Kept) -> tuple[int, str]:
+        """One life of a child: its exit code, and how it ended in words."""
+        kept.begin()
+        process = kept.process
+        try:
+            await process.start()
+        except OSError as error:  # no memory, no descriptors: that may pass
+            return 1, f"cannot be started: {error.strerror or error}"
+        if kept.stopping:  # told while the process was being made
+            process.terminate()
+        asking = asyncio.create_task(self._ask(kept), name="ask whether it answers")
+        try:
+            exit_code = await process.wait()
+        finally:
+            kept.ready.clear()
+            kept.over.set()
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        return exit_code, _reason(process, exit_code)
+
+    async def _ask(self, kept: _Kept) -> None:
+        answers = kept.process.spec.answers
+        if answers is not None:
+            while not await asyncio.to_thread(answers):  # noqa: ASYNC110  another process makes it true
+                await asyncio.sleep(_ASK_S)
+            self.mark_ready(kept.process.spec.name, kept.pid)
+
+    async def _restart(self, name: str, successor_first: bool) -> None:
+        async with self._restarting:
+            kept = self._children[name]
+            if successor_first and kept.process.running and kept.process.spec.instance_id:
+                await self._succeed(kept)
+                return
+            kept.wake()
+            if kept.process.running:
+                self._report(name, "restarts, as asked")
+                await self._ended_in_time(kept, kept.over)
+            await self._becomes_ready(kept)
+
+    async def _succeed(self, old: _Kept) -> None:
+        spec = old.process.spec
+        new = self._kept(spec.successor(), RestartPolicy(attempts=1))
+        self._report(spec.name, f"{new.process.spec.instance_id} starts, to take the place of {spec.instance_id}")
+        keeper = self._start(new)
+        try:
+            await self._becomes_ready(new)
+        except BaseException:
+            new.stop()
+            new.process.kill()
+            await asyncio.gather(keeper, return_exceptions=True)
+            self._all.discard(new)
+            self._report(spec.name, f"{new.process.spec.instance_id} did not come to work; {spec.instance_id} goes on")
+            raise
+        keeper.add_done_callback(self._when_keeper_ends)
+        self._children[spec.name] = new
+        self._report(spec.name, f"{new.process.spec.instance_id} is ready, {spec.instance_id} goes")
+        old.stop()
+        await self._ended_in_time(old, old.ended)
+        self._all.discard(old)
+
+    async def _ended_in_time(self, kept: _Kept, ended: asyncio.Event) -> None:
+        """Tells it to go, and waits for that; kills it when it takes longer than a drain."""
+        kept.process.terminate()
+        if not await _wait_at_most(ended.wait(), self._drain_timeout_s):
+            self._report(kept.process.spec.name, "did not stop in time; killed")
+            kept.process.kill()
+            await ended.wait()
+
+    async def _becomes_ready(self, kept: _Kept) -> None:
+        """Raises `Unavailable` when this life of it ends before, or takes too long."""
+        ready = asyncio.create_task(kept.ready.wait(), name="ready")
+        try:
+            ends: tuple[asyncio.Future[Any], ...] = (ready, failure := kept.failure)
+            await asyncio.wait(ends, timeout=self._start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                late = f"{kept.process.spec.name} is not ready after {self._start_timeout_s:g} s"
+                raise Unavailable(failure.result() if failure.done() else late)
+        finally:
+            ready.cancel()
 
     def _when_keeper_ends(self, keeper: asyncio.Task[None]) -> None:
         if not keeper.cancelled() and keeper.exception() is not None and self._failure is None:
@@ -154,11 +304,11 @@ class Supervisor:
 
     async def _stop(self) -> None:
         deadline = asyncio.get_running_loop().time() + self._drain_timeout_s
-        by_stage = sorted(self._children.values(), key=lambda kept: -kept.process.spec.stage)
+        by_stage = sorted(self._all, key=lambda kept: -kept.process.spec.stage)
         for _, stage in groupby(by_stage, key=lambda kept: kept.process.spec.stage):
             children = list(stage)
             for kept in children:
-                kept.stopping.set()
+                kept.stop()
                 kept.process.terminate()
             time_left_s = deadline - asyncio.get_running_loop().time()
             all_ended = asyncio.gather(*(kept.ended.wait() for kept in children))
@@ -169,15 +319,70 @@ class Supervisor:
                         kept.process.kill()
                 await asyncio.gather(*(kept.ended.wait() for kept in children))
 
+    async def _bound_logs(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_AT_LOGS_S)
+            for name in self._children:
+                try:
+                    await asyncio.to_thread(rotate, self._log_dir / f"{name}.log", _MAX_LOG_BYTES)
+                except OSError as error:
+                    self._report(name, f"its log cannot be bounded: {error.strerror or error}")
+
 
 class _Kept:
-    """A child and what its keeper knows of it."""
+    """A child and what its keeper knows of it. What is of one life only begins anew with the next."""
 
     def __init__(self, process: ChildProcess, policy: RestartPolicy) -> None:
         self.process = process
         self.policy = policy
-        self.stopping = asyncio.Event()
+        self.keeper: asyncio.Task[None] | None = None
+        self.state = ChildState.RUNNING
+        self.stopping = False
+        self.woken = asyncio.Event()
+        """It is to stop, or to live again at once."""
         self.ended = asyncio.Event()
+        """Its last life is over."""
+        self.ready = asyncio.Event()
+        self.over = asyncio.Event()
+        """This life is."""
+        self._failure: asyncio.Future[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        """0 between two lives."""
+        return self.process.pid if self.process.running else 0
+
+    @property
+    def again(self) -> bool:
+        """It is to live again at once."""
+        return self.woken.is_set() and not self.stopping
+
+    @property
+    def failure(self) -> asyncio.Future[str]:
+        """Why this life, or the next one where it has not begun, ended without being asked to."""
+        if self._failure is None:
+            self._failure = asyncio.get_running_loop().create_future()
+        return self._failure
+
+    def begin(self) -> None:
+        self.state = ChildState.RUNNING
+        for event in (self.woken, self.ready, self.over):
+            event.clear()
+        if self.failure.done():
+            self._failure = None
+
+    def failed(self, reason: str) -> None:
+        if not self.failure.done():
+            self.failure.set_result(reason)
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.woken.set()
+
+    def wake(self) -> None:
+        if self.failure.done():
+            self._failure = None
+        self.woken.set()
 
 
 def _how_it_ended(exit_code: int) -> str:

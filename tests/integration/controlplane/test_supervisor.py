@@ -1,6 +1,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from controlplane.child_process import ChildSpec
-from controlplane.supervisor import ChildFailed, RestartPolicy, Supervisor
+from controlplane.errors import NotFound, Unavailable
+from controlplane.restart_policy import RestartPolicy
+from controlplane.supervisor import ChildFailed, ChildState, Supervisor
 
 _SLEEP = "import time; time.sleep(60)"
 _QUICK = partial(RestartPolicy, first_delay_s=0.01)
@@ -28,6 +31,18 @@ def _supervisor(
     drain_timeout_s: float = 10.0,
 ) -> Supervisor:
     return Supervisor(specs, folder, report, drain_timeout_s=drain_timeout_s, restart_policy=_QUICK)
+
+
+def _service(name: str, code: str = _SLEEP) -> ChildSpec:
+    return ChildSpec(name, (sys.executable, "-IS", "-c", code), instance_id=f"{name}-abc", env={"PATH": "/bin"})
+
+
+async def _ready(supervisor: Supervisor, instance_id: str) -> int:
+    """Waits for its process and says that it works, as discovery would."""
+    await _until(lambda: instance_id in supervisor.pids())
+    name, pid = supervisor.pids()[instance_id]
+    supervisor.mark_ready(name, pid)
+    return pid
 
 
 async def _until(condition: Callable[[], bool]) -> None:
@@ -73,6 +88,104 @@ async def test_a_child_that_cannot_start_is_given_up_with_the_end_of_its_log(tmp
         async with asyncio.timeout(20), _supervisor(tmp_path, child):
             await asyncio.Event().wait()
     assert (tmp_path / "worker.log").read_text().count("no such model") == 3
+
+
+async def test_a_child_that_was_asked_to_go_stays_down_until_it_is_asked_back(tmp_path: Path) -> None:
+    told: list[str] = []
+    code = (
+        f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print('up', flush=True); {_SLEEP}"
+    )
+    async with _supervisor(tmp_path, _service("a", code), report=lambda _, text: told.append(text)) as supervisor:
+        first = await _ready(supervisor, "a-abc")
+        await _until(lambda: "up" in (tmp_path / "a.log").read_text())
+        os.kill(first, signal.SIGTERM)
+        await _until(lambda: supervisor.children()[0].state is ChildState.STOPPED)
+        assert told == ["was asked to go; `tokenmill restart a` brings it back"]
+        assert supervisor.pid("a") == 0
+        back = asyncio.create_task(supervisor.restart("a"))
+        assert await _ready(supervisor, "a-abc") != first
+        child = await back
+        assert (child.state, child.instance_id) == (ChildState.RUNNING, "a-abc")
+
+
+async def test_a_child_restarts_in_place_under_its_own_name(tmp_path: Path) -> None:
+    up = tmp_path / "up"
+    code = f"open({str(up)!r}, 'a').write('x'); {_SLEEP}"
+    spec = ChildSpec("server", (sys.executable, "-IS", "-c", code), answers=up.exists)
+    async with _supervisor(tmp_path, spec) as supervisor, asyncio.timeout(20):
+        await supervisor.until_ready("server")
+        first = supervisor.pid("server")
+        child = await supervisor.restart("server", successor_first=True)  # it is no service, and has no successor
+        assert child.pid not in (0, first)
+        assert not _alive(first)
+
+
+async def test_a_service_goes_when_its_successor_is_ready(tmp_path: Path) -> None:
+    code = f"import os; print(os.environ['TOKENMILL_INSTANCE_ID'], flush=True); {_SLEEP}"
+    async with _supervisor(tmp_path, _service("a", code)) as supervisor:
+        for first_id, next_id in (("a-abc", "a-abc-2"), ("a-abc-2", "a-abc-3")):
+            first = await _ready(supervisor, first_id)
+            following = asyncio.create_task(supervisor.restart("a", successor_first=True))
+            await _until(lambda: next_id in (tmp_path / "a.log").read_text())  # noqa: B023  over when the loop goes on
+            assert _alive(first)
+            assert supervisor.pid("a") == first, "it counts until the other one is ready"
+            second = await _ready(supervisor, next_id)
+            child = await following
+            assert (child.pid, child.instance_id) == (second, next_id)
+            assert not _alive(first)
+    assert (tmp_path / "a.log").read_text().split() == ["a-abc-2", "a-abc-3"]
+    assert not _alive(second)
+
+
+async def test_a_service_goes_on_when_its_successor_fails(tmp_path: Path) -> None:
+    good = tmp_path / "good"
+    good.touch()
+    code = f"import pathlib; assert pathlib.Path({str(good)!r}).exists(), 'bad disk'; {_SLEEP}"
+    async with _supervisor(tmp_path, _service("a", code)) as supervisor:
+        first = await _ready(supervisor, "a-abc")
+        await asyncio.sleep(0.5)
+        good.unlink()
+        with pytest.raises(Unavailable, match=r"(?s)a cannot start.*bad disk"):
+            await supervisor.restart("a", successor_first=True)
+        assert _alive(first)
+        assert supervisor.pids() == {"a-abc": ("a", first)}
+
+
+async def test_an_unknown_child_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    async with _supervisor(tmp_path, _service("decode-1")) as supervisor:
+        with pytest.raises(NotFound, match="nearest is 'decode-1'"):
+            await supervisor.restart("decode1")
+
+
+async def test_a_child_is_given_a_socket_that_outlives_it(tmp_path: Path) -> None:
+    program = """
+import os, socket
+assert os.environ["LISTEN_PID"] == str(os.getpid()) and os.environ["LISTEN_FDS"] == "1"
+server = socket.socket(fileno=3)
+server.setblocking(True)
+for fd in (4, 5, 6, 7, 8, 9):
+    try: os.fstat(fd)
+    except OSError: continue
+    raise SystemExit(f"{fd} was inherited, too")
+while True:
+    client, _ = server.accept()
+    client.sendall(str(os.getpid()).encode())
+    client.close()
+"""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        spec = ChildSpec("a", (sys.executable, "-IS", "-c", program), sockets=(listening.fileno(),))
+
+        async def asked() -> int:
+            async with asyncio.timeout(20):
+                reader, writer = await asyncio.open_connection(*listening.getsockname())
+                answer = int(await reader.read())
+                writer.close()
+                return answer
+
+        async with _supervisor(tmp_path, spec) as supervisor:
+            assert await asked() == supervisor.pid("a")
+            os.kill(supervisor.pid("a"), signal.SIGKILL)
+            assert await asked() == supervisor.pid("a"), "who comes meanwhile waits"
 
 
 async def test_higher_stages_have_ended_before_lower_ones_are_told_to_stop(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-from controlplane.supervisor import RestartPolicy
+from controlplane.restart_policy import RestartPolicy
 
 
 def test_delays_double_up_to_the_longest() -> None:
