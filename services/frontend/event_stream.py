@@ -47,8 +47,11 @@ class EventStream:
                 Cancelled(f"the client left more than {self._limit} bytes of its stream unread, so it was ended")
             )
 
-    async def finish(self, last: bytes, timeout_s: float) -> None:
-        """The last event. A client that does not read what is left in time loses its connection."""
+    async def finish(self, last: bytes, timeout_s: float) -> bool:
+        """The last event; False when the client was gone before.
+
+        One that does not read what is left in time loses its connection.
+        """
         self._waiting.append(last)
         try:
             async with asyncio.timeout(timeout_s):
@@ -57,11 +60,14 @@ class EventStream:
                     await self._written.wait()
         except TimeoutError:
             self._exchange.connection.abort()
-            return
+            return False
         finally:
             self._exchange.connection.on_writable = None
+        if self._exchange.connection.lost:
+            return False
         self._begin()
         self._exchange.send_now(b"".join(self._waiting), last=True)
+        return True
 
     def _write_waiting(self) -> None:
         if not self._exchange.connection.slow:

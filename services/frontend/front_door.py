@@ -7,8 +7,8 @@ import hmac
 import re
 import secrets
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from controlplane.errors import (
@@ -22,18 +22,20 @@ from controlplane.errors import (
 from services.frontend.answer import Answer, Listener
 from services.frontend.dispatch import Dispatcher
 from services.frontend.generation import Generation, chat_prompt, make_generations
+from services.frontend.intake import Bodies, LongWork
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.models import Models, ServedModel
 from services.frontend.openai_errors import ContextLengthExceeded
 from services.frontend.openai_requests import Options
 from services.frontend.settings import FrontendSettings
+from services.frontend.stage import Stage
 
 __all__ = ["FrontDoor"]
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _RETRY_AFTER_S = 1.0
-_LONG_TEXT_CHARS = 32_768
-"""Longer texts are tokenised in a thread; shorter ones take less than a millisecond or two of the loop's time."""
+_MESSAGE_CHARS = 64
+"""A message of a chat takes as long to render as so many characters to tokenise, roughly."""
 
 
 class FrontDoor:
@@ -47,6 +49,8 @@ class FrontDoor:
         self.metrics = metrics
         self._dispatcher = dispatcher
         self._keys = [key.strip().encode() for key in settings.api_keys.split(",") if key.strip()]
+        self.bodies = Bodies(settings.max_bodies_mb << 20)
+        self.long_work = LongWork()
         self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -78,9 +82,13 @@ class FrontDoor:
             )
         return given
 
-    @contextmanager
-    def admit(self, answers: int) -> Iterator[None]:
-        """Holds room for so many answers. Raises `Overloaded`, or `Unavailable` while draining."""
+    def deadline(self, arrived_at: float, *timeouts_s: float | None) -> float:
+        """When a request that came then must be over, in the loop's time: the shortest of its timeouts and ours."""
+        given = [timeout for timeout in timeouts_s if timeout is not None]
+        return arrived_at + min([self.settings.request_timeout_s, *given])
+
+    def check_room(self, answers: int = 1) -> None:
+        """Raises `Overloaded` without room for so many answers, or `Unavailable` while draining."""
         if self.draining:
             raise Unavailable("this frontend is shutting down; try another", retry_after_s=_RETRY_AFTER_S)
         if self._running + answers > self.settings.max_concurrent_requests:
@@ -89,6 +97,11 @@ class FrontDoor:
                 "try again later",
                 retry_after_s=_RETRY_AFTER_S,
             )
+
+    @contextmanager
+    def admit(self, answers: int) -> Iterator[None]:
+        """Holds room for so many answers. Raises as `check_room` does."""
+        self.check_room(answers)
         self._running += answers
         self._idle.clear()
         self.metrics.running.inc(answers)
@@ -116,45 +129,91 @@ class FrontDoor:
         return self._running
 
     async def chat(
-        self, options: Options, messages: Sequence[dict[str, Any]], arguments: dict[str, Any], trace_id: str
+        self,
+        options: Options,
+        messages: Sequence[dict[str, Any]],
+        arguments: dict[str, Any],
+        trace_id: str,
+        deadline: float,
     ) -> list[Generation]:
         """A chat, ready to run. Raises `InvalidRequest` and its kin."""
         model = self.models.find(options.model)
-        text = chat_prompt(model, messages, arguments)
-        prompt = await _encode(model, text, "messages", add_special_tokens=False)
-        return self._make(model, options, [prompt], trace_id, "messages")
+        length = sum(len(message["content"]) for message in messages) + _MESSAGE_CHARS * len(messages)
 
-    async def complete(self, options: Options, prompts: Sequence[str | array[int]], trace_id: str) -> list[Generation]:
+        def render_and_encode() -> array[int]:
+            return _encode(model, chat_prompt(model, messages, arguments), "messages", add_special_tokens=False)
+
+        async with self._preparing(deadline, options.n):
+            prompt = await self.long_work.run(length, render_and_encode)
+        return self._make(model, options, [prompt], trace_id, deadline, "messages")
+
+    async def complete(
+        self, options: Options, prompts: Sequence[str | array[int]], trace_id: str, deadline: float
+    ) -> list[Generation]:
         """Completions, ready to run. Raises `InvalidRequest` and its kin."""
         model = self.models.find(options.model)
-        encoded = [
-            await _encode(model, prompt, "prompt", add_special_tokens=True) if isinstance(prompt, str) else prompt
-            for prompt in prompts
-        ]
-        return self._make(model, options, encoded, trace_id, "prompt")
+        encoded: list[array[int]] = []
+        async with self._preparing(deadline, len(prompts) * options.n):
+            for prompt in prompts:
+                if isinstance(prompt, str):
+                    prompt = await self.long_work.run(
+                        len(prompt), _encode, model, prompt, "prompt", add_special_tokens=True
+                    )
+                encoded.append(prompt)
+        return self._make(model, options, encoded, trace_id, deadline, "prompt")
 
     async def run(self, generations: Sequence[Generation], listener: Listener) -> None:
-        """Makes all answers; returns when they are complete. Raises what ended the first that failed; all end then."""
-        deadline = generations[0].deadline
+        """Makes all answers; returns when they are complete. Raises what ended the first that failed; all end then.
+
+        Cancelled, by a client that has gone, it stops all work for them and counts how far each had come.
+        """
+        answers = [Answer(one, index, listener, self.metrics) for index, one in enumerate(generations)]
+        try:
+            await self._run_all(answers, generations[0].deadline)
+        except asyncio.CancelledError:
+            for answer in answers:
+                self.count_cancelled(answer.stage)
+            raise
+
+    async def _run_all(self, answers: Sequence[Answer], deadline: float) -> None:
         try:
             async with asyncio.timeout_at(deadline), asyncio.TaskGroup() as tasks:
-                for index, generation in enumerate(generations):
-                    answer = Answer(generation, index, listener, self.metrics)
-                    tasks.create_task(self._dispatcher.run(answer), name=f"answer {generation.request_id}")
+                for answer in answers:
+                    tasks.create_task(self._dispatcher.run(answer), name=f"answer {answer.request_id}")
         except* TokenmillError as failed:
             error: TokenmillError | None = _first(failed)
         except* TimeoutError:
-            error = DeadlineExceeded("the time allowed for this request is over", param="timeout_s")
+            error = _time_is_over()
         else:
             error = None
         if error is not None:
             raise error
 
+    def count_cancelled(self, stage: Stage, answers: int = 1) -> None:
+        """Their client has gone, or does not read."""
+        self.metrics.cancelled.labels(stage).inc(answers)
+
+    @asynccontextmanager
+    async def _preparing(self, deadline: float, answers: int) -> AsyncIterator[None]:
+        """Until the prompt is tokens."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                yield
+        except TimeoutError:
+            raise _time_is_over() from None
+        except asyncio.CancelledError:
+            self.count_cancelled(Stage.TOKENISING, answers)
+            raise
+
     def _make(
-        self, model: ServedModel, options: Options, prompts: Sequence[array[int]], trace_id: str, param: str
+        self,
+        model: ServedModel,
+        options: Options,
+        prompts: Sequence[array[int]],
+        trace_id: str,
+        deadline: float,
+        param: str,
     ) -> list[Generation]:
-        limit = self.settings.request_timeout_s
-        timeout = limit if options.timeout_s is None else min(options.timeout_s, limit)
         return make_generations(
             model,
             options,
@@ -163,22 +222,23 @@ class FrontDoor:
             # the second, and a cancel of it would end the first.
             request_id=f"{trace_id}-{secrets.token_hex(8)}",
             trace_id=trace_id,
-            deadline=asyncio.get_running_loop().time() + timeout,
+            deadline=deadline,
             param=param,
         )
 
 
-async def _encode(model: ServedModel, text: str, param: str, *, add_special_tokens: bool) -> array[int]:
+def _encode(model: ServedModel, text: str, param: str, *, add_special_tokens: bool) -> array[int]:
     if len(text) > model.card.max_model_len * model.tokenizer.longest_token:
-        # Not tokenised: that may hold everyone up for seconds.
         raise ContextLengthExceeded(
             f"This model's maximum context length is {model.card.max_model_len} tokens. However, your {param} has "
             f"{len(text)} characters, which make more tokens than that. Please shorten it.",
             param=param,
         )
-    if len(text) <= _LONG_TEXT_CHARS:
-        return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _time_is_over() -> DeadlineExceeded:
+    return DeadlineExceeded("the time allowed for this request is over", param="timeout_s")
 
 
 def _first(group: BaseExceptionGroup[TokenmillError]) -> TokenmillError:

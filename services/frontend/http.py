@@ -7,23 +7,26 @@ GET /health (alive), /ready (some model can be served now), /metrics
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from controlplane.errors import Cancelled, TokenmillError, Unavailable
+from controlplane.errors import Cancelled, InvalidRequest, TokenmillError, Unavailable
 from controlplane.telemetry import get_logger
 from engines.base import FinishReason, Usage
 from services.frontend.answer import Logprobs
 from services.frontend.event_stream import EventStream
+from services.frontend.fields import shown
 from services.frontend.front_door import FrontDoor
 from services.frontend.generation import Generation
 from services.frontend.http_exchange import ClientGone, Exchange
+from services.frontend.intake import HeldBody
 from services.frontend.models import ServedModel
 from services.frontend.openai_errors import MethodNotAllowed, RouteNotFound, error_body, error_headers
-from services.frontend.openai_requests import Options, read_chat, read_completion
+from services.frontend.openai_requests import MAX_TIMEOUT_S, Options, read_chat, read_completion
 from services.frontend.openai_responses import (
     DONE,
     ChatEvents,
@@ -33,6 +36,7 @@ from services.frontend.openai_responses import (
     chat_body,
     completion_body,
 )
+from services.frontend.stage import Stage
 
 __all__ = ["HttpApi"]
 
@@ -41,6 +45,7 @@ _ERROR_TIMEOUT_S = 5.0
 
 _MODEL_PATH = "/v1/models/"
 
+T = TypeVar("T")
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
@@ -69,6 +74,8 @@ class HttpApi:
             exchange.request_id = self._door.trace_id(exchange.header(b"x-request-id"))
             if exchange.path.startswith("/v1/"):
                 self._door.authenticate(exchange.header(b"authorization"))
+            if exchange.method == "POST":
+                self._door.check_room()  # what cannot be served is not read either
             await handler(exchange)
         except ClientGone:
             exchange.status = Cancelled.http_status
@@ -94,6 +101,7 @@ class HttpApi:
     async def _refuse(self, exchange: Exchange, error: TokenmillError) -> None:
         if exchange.status:  # it has begun, and has ended itself or cannot be mended
             return
+        await exchange.skip_body()
         self._log.info(
             "request refused",
             request_id=exchange.request_id,
@@ -105,24 +113,47 @@ class HttpApi:
         await exchange.reply(error.http_status, error_body(error), error_headers(error))
 
     async def _chat(self, exchange: Exchange) -> None:
-        request = read_chat(await self._body(exchange))
-        with self._door.admit(request.options.n):
-            generations = await self._door.chat(
-                request.options, request.messages, request.template_arguments, exchange.request_id
-            )
-            response_id = f"chatcmpl-{generations[0].request_id}"
-            await self._answer(exchange, request.options, generations, response_id, ChatEvents, chat_body)
+        door = self._door
+        with door.bodies.hold() as held:
+            request, deadline = await self._read(exchange, held, read_chat)
+            options = request.options
+            deadline = min(deadline, door.deadline(exchange.arrived_at, options.timeout_s))
+            with door.admit(options.n):
+                generations = await exchange.interruptibly(
+                    door.chat(options, request.messages, request.template_arguments, exchange.request_id, deadline)
+                )
+                del request  # its text is not needed any more
+                held.release()
+                response_id = f"chatcmpl-{generations[0].request_id}"
+                await self._answer(exchange, options, generations, response_id, ChatEvents, chat_body)
 
     async def _completions(self, exchange: Exchange) -> None:
-        request = read_completion(await self._body(exchange))
-        with self._door.admit(len(request.prompts) * request.options.n):
-            generations = await self._door.complete(request.options, request.prompts, exchange.request_id)
-            response_id = f"cmpl-{generations[0].request_id}"
-            await self._answer(exchange, request.options, generations, response_id, CompletionEvents, completion_body)
+        door = self._door
+        with door.bodies.hold() as held:
+            request, deadline = await self._read(exchange, held, read_completion)
+            options = request.options
+            deadline = min(deadline, door.deadline(exchange.arrived_at, options.timeout_s))
+            with door.admit(len(request.prompts) * options.n):
+                generations = await exchange.interruptibly(
+                    door.complete(options, request.prompts, exchange.request_id, deadline)
+                )
+                del request  # its text is not needed any more
+                held.release()
+                response_id = f"cmpl-{generations[0].request_id}"
+                await self._answer(exchange, options, generations, response_id, CompletionEvents, completion_body)
 
-    async def _body(self, exchange: Exchange) -> bytes:
+    async def _read(self, exchange: Exchange, held: HeldBody, read: Callable[[bytes], T]) -> tuple[T, float]:
+        """The request, and when it must be over as far as its head says."""
         settings = self._door.settings
-        return await exchange.body(settings.max_body_mb << 20, settings.request_timeout_s)
+        deadline = self._door.deadline(exchange.arrived_at, _header_timeout_s(exchange))
+        try:
+            body = await exchange.body(
+                settings.max_body_mb << 20, held, patience_s=settings.read_timeout_s, deadline=deadline
+            )
+        except ClientGone:
+            self._door.count_cancelled(Stage.READING)
+            raise
+        return await exchange.interruptibly(self._door.long_work.run(len(body), read, body)), deadline
 
     async def _answer(
         self,
@@ -159,7 +190,9 @@ class HttpApi:
             )
             await stream.finish(b"data: " + error_body(error) + b"\n\n" + DONE, _ERROR_TIMEOUT_S)
         else:
-            await stream.finish(events.usage(answers.usages, n) + DONE, generations[0].deadline - loop.time())
+            last = events.usage(answers.usages, n) + DONE
+            if not await stream.finish(last, generations[0].deadline - loop.time()):
+                self._door.count_cancelled(Stage.WRITING, len(generations))
 
     async def _models(self, exchange: Exchange) -> None:
         models = [self._describe(model) for model in self._door.models.servable()]
@@ -191,6 +224,21 @@ class HttpApi:
 
     async def _metrics(self, exchange: Exchange) -> None:
         await exchange.reply(200, generate_latest(self._registry), content_type=CONTENT_TYPE_LATEST.encode())
+
+
+def _header_timeout_s(exchange: Exchange) -> float | None:
+    """Of the header x-request-timeout."""
+    given = exchange.header(b"x-request-timeout")
+    try:
+        seconds = float(given) if given else None
+    except ValueError:
+        seconds = math.nan
+    if seconds is not None and not 0 < seconds <= MAX_TIMEOUT_S:
+        raise InvalidRequest(
+            f"x-request-timeout is {shown(given)}, and it must be seconds, above 0 and at most {MAX_TIMEOUT_S}",
+            param="x-request-timeout",
+        )
+    return seconds
 
 
 class _WholeAnswers:

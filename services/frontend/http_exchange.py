@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from controlplane.errors import InvalidRequest
 from services.frontend.http_server import CONNECTION, Connection
+from services.frontend.intake import HeldBody
 from services.frontend.openai_errors import BodyTooLarge, BodyTooSlow
 
 __all__ = ["ClientGone", "Exchange"]
+
+T = TypeVar("T")
+
+_SLOWEST_BODY = 16 << 10
+"""Bytes a second."""
+_SKIPPED_BYTES = 64 << 10
+_SKIP_S = 1.0
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -31,6 +40,7 @@ class Exchange:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.connection: Connection = scope["extensions"][CONNECTION]
+        self.arrived_at = asyncio.get_running_loop().time()
         self.request_id = ""
         self.status = 0
         """Of the response, once it has begun."""
@@ -38,7 +48,6 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._body_read = False
-        self._complete = False
         self._task: asyncio.Task[Any] | None = None
         self._interruption: Exception | None = None
 
@@ -46,15 +55,36 @@ class Exchange:
         """Empty when absent; of several with one name, the last."""
         return self._headers.get(name, b"").decode("latin-1")
 
-    async def body(self, max_bytes: int, timeout_s: float) -> bytes:
-        """The request's whole body. Raises `BodyTooLarge`, before reading it where its length is announced."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._read_body(max_bytes)
-        except TimeoutError:
-            raise BodyTooSlow(f"the request body did not come within {timeout_s:g} s") from None
+    async def body(self, max_bytes: int, held: HeldBody, *, patience_s: float, deadline: float) -> bytes:
+        """The request's whole body. Raises `BodyTooLarge`, before reading it where its length is announced.
 
-    async def _read_body(self, max_bytes: int) -> bytes:
+        It has `patience_s`, and a second for each 16 KiB that came, but never past `deadline`. Raises `BodyTooSlow`
+        then, and `Overloaded` where there is no room to hold it.
+        """
+        try:
+            async with asyncio.timeout_at(min(self.arrived_at + patience_s, deadline)) as timeout:
+
+                def on_piece(length: int) -> None:
+                    held.grow(length)
+                    until = timeout.when()
+                    assert until is not None
+                    timeout.reschedule(min(until + length / _SLOWEST_BODY, deadline))
+
+                return await self._read_body(max_bytes, on_piece)
+        except TimeoutError:
+            waited = asyncio.get_running_loop().time() - self.arrived_at
+            raise BodyTooSlow(f"the request body did not come within {waited:.3g} s") from None
+
+    async def skip_body(self) -> None:
+        """Reads a short body that nobody wants, so that the connection can go on to the next request."""
+        announced = self.header(b"content-length")
+        if self._body_read or not announced.isdigit() or int(announced) > _SKIPPED_BYTES:
+            return
+        with suppress(TimeoutError, InvalidRequest):
+            async with asyncio.timeout(_SKIP_S):
+                await self._read_body(_SKIPPED_BYTES, lambda _: None)
+
+    async def _read_body(self, max_bytes: int, on_piece: Callable[[int], None]) -> bytes:
         announced = self.header(b"content-length")
         if announced.isdigit() and int(announced) > max_bytes:
             raise _too_large(max_bytes)
@@ -73,9 +103,11 @@ class Exchange:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            body += message.get("body", b"")
-            if len(body) > max_bytes:
+            piece = message.get("body", b"")
+            if len(body) + len(piece) > max_bytes:
                 raise _too_large(max_bytes)
+            on_piece(len(piece))
+            body += piece
             if not message.get("more_body"):
                 self._body_read = True
                 return bytes(body)
@@ -87,7 +119,6 @@ class Exchange:
         length = (b"content-length", b"%d" % len(body))
         more = [length] if self._body_read or self.method in ("GET", "HEAD") else [length, (b"connection", b"close")]
         await self._send(self._start(status, content_type, [*more, *headers]))
-        self._complete = True
         await self._send({"type": "http.response.body", "body": body})
 
     def begin_now(self, content_type: bytes) -> None:
@@ -98,38 +129,33 @@ class Exchange:
 
     def send_now(self, data: bytes, *, last: bool = False) -> None:
         """A part of the body, without an await. Only while `connection.slow` is false: then nothing has to wait."""
-        self._complete = last
         _run_now(self._send({"type": "http.response.body", "body": data, "more_body": not last}))
 
-    async def interruptibly(self, work: Coroutine[Any, Any, None]) -> None:
+    async def interruptibly(self, work: Coroutine[Any, Any, T]) -> T:
         """Does the work, and cancels it when it is interrupted or the client hangs up, which raises `ClientGone`.
 
         Only once the body was read.
         """
         task = self._task = asyncio.current_task()
         assert task is not None
-        watch = asyncio.create_task(self._until_gone())
+        self.connection.on_lost = lambda: self.interrupt(ClientGone())
+        if self.connection.lost:
+            self.interrupt(ClientGone())
         try:
-            await work
+            return await work
         except asyncio.CancelledError:
             if self._interruption is not None and not task.uncancel():
                 raise self._interruption from None
             raise
         finally:
             self._task = None
-            watch.cancel()
+            self.connection.on_lost = None
 
     def interrupt(self, error: Exception) -> None:
         """Ends `interruptibly` with this error; the first one counts."""
         if self._interruption is None and self._task is not None:
             self._interruption = error
             self._task.cancel()
-
-    async def _until_gone(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        if not self._complete:
-            self.interrupt(ClientGone())
 
     def _start(self, status: int, content_type: bytes, headers: Headers) -> dict[str, Any]:
         self.status = status

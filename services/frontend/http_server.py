@@ -1,44 +1,79 @@
 """The HTTP server: uvicorn's protocol on httptools, in the same process and event loop as the gRPC server.
 
 uvicorn's own `Server` would take the signals, which belong to the service host, so its protocol is served directly. The
-subclass adds a bound for the request head, errors as JSON, and a word when a client that was slow reads again.
+subclass adds bounds (the request head, its time, open connections, what a client leaves unread), errors as JSON, and a
+word when a client that was slow reads again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import ssl
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from controlplane.errors import InvalidRequest, SettingsError, TokenmillError
-from services.frontend.openai_errors import error_body
+from controlplane.errors import InvalidRequest, SettingsError, TokenmillError, Unavailable
+from services.frontend.openai_errors import error_body, error_headers
 
-__all__ = ["CONNECTION", "Connection", "HttpServer"]
+__all__ = ["CONNECTION", "Connection", "HttpLimits", "HttpServer", "connections_within_descriptors"]
 
 CONNECTION = "tokenmill.connection"
 """Key of the `Connection` in an ASGI scope's extensions."""
 _CLOSE_TIMEOUT_S = 1.0
+_REFUSED_AT_ONCE = 64
+"""Connections beyond the bound that are still told why; more are only closed."""
+_OTHER_DESCRIPTORS = 256
+"""Kept for everything that is not an HTTP connection: gRPC, etcd, NATS, models' files."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """The bounds of one HTTP server; the frontend's settings say what each means to a user."""
+
+    max_head_bytes: int = 32 << 10
+    max_connections: int = 4096
+    read_timeout_s: float = 30.0
+    idle_timeout_s: float = 75.0
 
 
 class _HeadTooLarge(InvalidRequest):
     http_status = 431
 
 
+def connections_within_descriptors(wanted: int) -> int:
+    """Raises the process's soft limit of open files to the hard one; returns how many connections it has room for."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return wanted if hard == resource.RLIM_INFINITY else min(wanted, max(hard - _OTHER_DESCRIPTORS, hard // 2))
+
+
 class Connection(HttpToolsProtocol):
     """One client's connection."""
 
-    def __init__(self, max_head_bytes: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, limits: HttpLimits, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._max_head_bytes = max_head_bytes
+        self._limits = limits
+        self._heads = 0
+        """Begun so far."""
+        self._between = True
+        """Two requests: what comes next is a head's first byte."""
+        self._in_head = False
         self._head_bytes = 0
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._in_head = True
+        """Of the head, as far as it is parsed."""
+        self._unparsed_bytes = 0
+        """Of the head, as far as it came alone: an endless header never reaches a callback."""
+        self._deadline: asyncio.TimerHandle | None = None
+        """Of the head, or of a refused client to go."""
+        self._refusal: TokenmillError | None = None
+        self.on_lost: Callable[[], None] | None = None
+        """Called when the client is gone."""
         self.on_writable: Callable[[], None] | None = None
         """Called when a client that was slow has read enough to be written to again, or is gone."""
 
@@ -47,38 +82,68 @@ class Connection(HttpToolsProtocol):
         """The client reads slower than it is written to; what is sent now would have to wait."""
         return self.flow.write_paused
 
+    @property
+    def lost(self) -> bool:
+        """The client is gone."""
+        return self.parser is None or self.transport.is_closing()
+
     def abort(self) -> None:
         """Drops the connection and whatever the client has not read."""
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client that says nothing is not kept for ever."""
+        """A client that says nothing is not kept for ever, and one too many is not kept at all."""
         super().connection_made(transport)  # type: ignore[arg-type]  # uvicorn's is narrower
-        self._await_head()
+        open_now = len(self.connections)
+        if open_now > self._limits.max_connections + _REFUSED_AT_ONCE:
+            self.abort()
+        elif open_now > self._limits.max_connections:
+            message = f"{self._limits.max_connections} connections are open, as many as there may be; try again later"
+            self._refuse(Unavailable(message, retry_after_s=1.0))
+        else:
+            self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        """Counts the bytes of an unfinished head, since one endless header never reaches a callback."""
+        """Lets uvicorn parse it, within bounds."""
+        if self._refusal is not None:
+            return
+        head = self._heads + 1 if self._between else self._heads
         super().data_received(data)
         if self.parser is not None and (self.cycle is None or self.cycle.response_complete):
             self._await_head()
-        if not self._in_head:
-            return
-        self._head_bytes += len(data)
-        if self._head_bytes > self._max_head_bytes and not self.transport.is_closing():
-            self._refuse(_HeadTooLarge(f"the request's line and headers are over {self._max_head_bytes} bytes"))
+        if self._in_head and self._heads == head:  # else a part of it is of another request
+            self._unparsed_bytes += len(data)
+            if self._unparsed_bytes > self._limits.max_head_bytes:
+                self._refuse(self._head_too_large())
 
     def on_message_begin(self) -> None:
         """A new request on this connection."""
         super().on_message_begin()
-        self._in_head = True
-        self._head_bytes = 0
+        self._heads += 1
+        self._between, self._in_head = False, True
+        self._head_bytes = self._unparsed_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the request's line."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One whole header."""
+        self._count(len(name) + len(value) + len(": \r\n"))
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Makes the request known to the app."""
         self._in_head = False
-        self._stop_awaiting_head()
+        self._stop_timer()
         self.scope["extensions"] = {CONNECTION: self}  # type: ignore[dict-item]  # ours, not ASGI's
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The request's body has come."""
+        self._between = True
+        super().on_message_complete()
 
     def resume_writing(self) -> None:
         """The transport's buffer is low again."""
@@ -88,55 +153,81 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
-        self._stop_awaiting_head()
+        self._stop_timer()
         super().connection_lost(exc)
+        if self.on_lost is not None:
+            self.on_lost()
         if self.on_writable is not None:
             self.on_writable()
 
+    def timeout_keep_alive_handler(self) -> None:
+        """The client's time for another head is over. What it has left unread is not kept for it either."""
+        if self.transport.get_write_buffer_size():
+            self.abort()
+        else:
+            self.transport.close()
+
     def send_400_response(self, msg: str) -> None:
-        """What was received is not HTTP."""
-        self._refuse(InvalidRequest(msg))
+        """What was received is not HTTP, or a callback refused it."""
+        self._refuse(self._head_too_large() if self._head_bytes > self._limits.max_head_bytes else InvalidRequest(msg))
+
+    def _count(self, more: int) -> None:
+        self._head_bytes += more
+        if self._head_bytes > self._limits.max_head_bytes:
+            raise self._head_too_large()  # the parser stops, and `send_400_response` is called
+
+    def _head_too_large(self) -> TokenmillError:
+        return _HeadTooLarge(f"the request's line and headers are over {self._limits.max_head_bytes} bytes")
 
     def _await_head(self) -> None:
         """The next head must be complete in time, counted from its first byte: uvicorn begins anew with each byte."""
-        if self._head_timer is None and self.timeout_keep_alive_task is None:
-            self._head_timer = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        if self._deadline is None and self.timeout_keep_alive_task is None:
+            self._deadline = self.loop.call_later(self._limits.read_timeout_s, self.timeout_keep_alive_handler)
 
-    def _stop_awaiting_head(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _stop_timer(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
     def _refuse(self, error: TokenmillError) -> None:
+        """Says why, reads no more, and closes a little later: what is still coming would make the kernel drop this."""
+        if self._refusal is not None or self.transport.is_closing():
+            return
+        self._refusal = error
         body = error_body(error)
-        head = (
-            f"HTTP/1.1 {error.http_status} Refused\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        self.transport.close()
+        headers = b"".join(b"%b: %b\r\n" % header for header in error_headers(error))
+        head = b"HTTP/1.1 %d Refused\r\ncontent-type: application/json\r\n%bcontent-length: %d\r\nconnection: close\r\n"
+        self.transport.write(head % (error.http_status, headers, len(body)) + b"\r\n" + body)
+        self._stop_timer()
+        self._deadline = self.loop.call_later(_CLOSE_TIMEOUT_S, self.abort)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
 
 
 class HttpServer:
-    """Listens from `start` to `stop`. A client has `patience_s` for each request's head, and between two requests."""
+    """Listens from `start` to `stop`."""
 
-    def __init__(self, app: Any, *, max_head_bytes: int, patience_s: float = 75) -> None:
+    def __init__(self, app: Any, limits: HttpLimits) -> None:
         self._config = uvicorn.Config(
             app, http=HttpToolsProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
-            timeout_keep_alive=patience_s,  # type: ignore[arg-type]  # any number does
+            timeout_keep_alive=limits.idle_timeout_s,  # type: ignore[arg-type]  # any number does
             server_header=False, proxy_headers=False,
         )  # fmt: skip
         self._config.load()
         self._state = ServerState()
-        self._max_head_bytes = max_head_bytes
+        self._limits = limits
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
         """The port it listens on, with `tls` for HTTPS. Raises `SettingsError` when it cannot."""
         try:
             self._server = await asyncio.get_running_loop().create_server(
-                self._connection, host or None, port, reuse_address=True, backlog=2048, ssl=tls
-            )
+                self._connection, host or None, port, reuse_address=True, backlog=2048, ssl=tls,
+                ssl_handshake_timeout=self._limits.read_timeout_s if tls else None,
+                ssl_shutdown_timeout=_CLOSE_TIMEOUT_S if tls else None,
+            )  # fmt: skip
         except OSError as error:
             raise SettingsError(
                 f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port, 0 for any",
@@ -144,6 +235,11 @@ class HttpServer:
             ) from error
         bound: socket.socket = self._server.sockets[0]
         return int(bound.getsockname()[1])
+
+    @property
+    def connections(self) -> int:
+        """Open now."""
+        return len(self._state.connections)
 
     async def stop(self) -> None:
         """Stops listening, lets answers under way be written for a moment, then drops every connection."""
@@ -160,4 +256,4 @@ class HttpServer:
             connection.transport.abort()
 
     def _connection(self) -> Connection:
-        return Connection(self._max_head_bytes, self._config, self._state, {})
+        return Connection(self._limits, self._config, self._state, {})

@@ -19,6 +19,7 @@ from services.frontend.front_door import FrontDoor
 from services.frontend.generation import Generation
 from services.frontend.openai_requests import Options, check_message, read_stop
 from services.frontend.sampling import read_sampling
+from services.frontend.stage import Stage
 from services.frontend.tokenizer import Tokenizer
 from tokenmill.common.v1 import common_pb2
 from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
@@ -55,7 +56,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         """A completion of one prompt."""
         with self._come_in("Generate", context) as trace_id, self._door.admit(1):
-            options = _options(request, context)
+            options, deadline = _options(request), self._check(request, context)
             prompt: str | array[int]
             match request.WhichOneof("input"):
                 case "prompt":
@@ -64,7 +65,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     prompt = array("I", request.prompt_token_ids.ids)
                 case _:
                     raise InvalidRequest("neither prompt nor prompt_token_ids is set; set one", param="prompt")
-            generations = await self._door.complete(options, [prompt], trace_id)
+            generations = await self._door.complete(options, [prompt], trace_id, deadline)
             await self._respond(generations[0], context)
 
     async def Chat(  # type: ignore[override]  # noqa: N802
@@ -72,14 +73,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         """The assistant's next message."""
         with self._come_in("Chat", context) as trace_id, self._door.admit(1):
-            options = _options(request, context)
+            options, deadline = _options(request), self._check(request, context)
             if not request.messages:
                 raise InvalidRequest("messages is empty; send at least one", param="messages")
             messages = [
                 check_message({"role": message.role, "content": message.content}, f"messages[{i}]")
                 for i, message in enumerate(request.messages)
             ]
-            generations = await self._door.chat(options, messages, {}, trace_id)
+            generations = await self._door.chat(options, messages, {}, trace_id, deadline)
             await self._respond(generations[0], context)
 
     async def ListModels(  # noqa: N802
@@ -117,6 +118,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         finally:
             self._door.metrics.requests.labels(f"inference.v1/{method}", status.name).inc()
 
+    def _check(self, request: Message, context: Context) -> float:
+        """When the call must be over, by its own deadline or ours. Raises `InvalidRequest` for one over the bound."""
+        most = self._door.settings.max_body_mb << 20
+        if request.ByteSize() > most:
+            raise InvalidRequest(f"the request is over {most} bytes; send less, or raise max_body_mb")
+        return self._door.deadline(asyncio.get_running_loop().time(), context.time_remaining())
+
     async def _respond(self, generation: Generation, context: Context) -> None:
         """Whatever has gathered since the last response makes the next one. Cancelling this cancels the answer."""
         task = asyncio.current_task()
@@ -137,6 +145,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         except TimeoutError:
             raise DeadlineExceeded("the answer was not read in the time allowed for this request") from None
         except asyncio.CancelledError:
+            if run.done():
+                self._door.count_cancelled(Stage.WRITING)
             if gathered.overflown and not task.uncancel():
                 raise Overloaded(f"more than {_MAX_UNREAD} tokens were left unread, so the answer was ended") from None
             raise
@@ -206,8 +216,8 @@ class _Gathered:
         self._response = inference_pb2.GenerateResponse(request_id=self._id)
 
 
-def _options(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest, context: Context) -> Options:
-    """The same ranges and refusals as over HTTP; the call's deadline is the request's."""
+def _options(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest) -> Options:
+    """The same ranges and refusals as over HTTP."""
     fields = Fields(_given(request.sampling), "sampling.")
     max_tokens = fields.integer("max_tokens", minimum=1, maximum=_MAX_TOKENS)
     logprobs = fields.integer("logprobs", minimum=0, maximum=MAX_LOGPROBS)
@@ -216,7 +226,6 @@ def _options(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest,
         sampling=read_sampling(fields, max_tokens=max_tokens, logprobs=logprobs),
         stop=read_stop(Fields({"stop": list(request.stop)})),
         priority=request.priority,
-        timeout_s=context.time_remaining(),
     )
 
 

@@ -72,6 +72,12 @@ class FrontendMetrics:
         self.lost_streams = Counter(
             "tokenmill_decode_streams_lost", "Broken streams to decode workers", registry=registry
         )
+        self.cancelled = Counter(
+            "tokenmill_cancelled",
+            "Answers cancelled because their client had gone or did not read, by how far they had come",
+            ["stage"],
+            registry=registry,
+        )
         self.slow_clients = Counter(
             "tokenmill_slow_clients", "Requests cancelled because the client did not read", registry=registry
         )

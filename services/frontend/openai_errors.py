@@ -13,6 +13,7 @@ from controlplane.errors import (
     Overloaded,
     TokenmillError,
     Unauthenticated,
+    Unavailable,
     Unsupported,
 )
 
@@ -26,6 +27,10 @@ __all__ = [
     "error_body",
     "error_headers",
 ]
+
+
+_RETRY_AFTER_S = 1.0
+"""Where the error does not know better."""
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -84,10 +89,10 @@ def error_body(error: TokenmillError) -> bytes:
 
 
 def error_headers(error: TokenmillError) -> list[tuple[bytes, bytes]]:
-    """Retry-After where the error says when; a client without a key is told how to send one."""
+    """Retry-After where trying again may help; a client without a key is told how to send one."""
     headers = []
-    if error.retry_after_s:
-        headers.append((b"retry-after", b"%d" % math.ceil(error.retry_after_s)))
+    if error.retry_after_s or isinstance(error, Overloaded | Unavailable):
+        headers.append((b"retry-after", b"%d" % math.ceil(error.retry_after_s or _RETRY_AFTER_S)))
     if isinstance(error, Unauthenticated):
         headers.append((b"www-authenticate", b"Bearer"))
     return headers

@@ -17,11 +17,21 @@ from engines.base import MAX_LOGPROBS, SamplingParams
 from services.frontend.fields import Fields, shown
 from services.frontend.sampling import read_sampling
 
-__all__ = ["ChatRequest", "CompletionRequest", "Options", "check_message", "read_chat", "read_completion", "read_stop"]
+__all__ = [
+    "MAX_TIMEOUT_S",
+    "ChatRequest",
+    "CompletionRequest",
+    "Options",
+    "check_message",
+    "read_chat",
+    "read_completion",
+    "read_stop",
+]
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_CHOICES = 128
+MAX_TIMEOUT_S = 86_400
 _MAX_TOKENS = 2**31 - 1
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -160,7 +170,7 @@ def _options(fields: Fields, *, max_tokens: int | None, logprobs: int | None) ->
         stream=stream,
         include_usage=include_usage,
         priority=fields.integer("priority", minimum=-(2**31), maximum=2**31 - 1) or 0,
-        timeout_s=fields.number("timeout_s", minimum=0, maximum=86_400, above=True),
+        timeout_s=fields.number("timeout_s", minimum=0, maximum=MAX_TIMEOUT_S, above=True),
     )
     fields.only("logit_bias", ({},), "token probabilities cannot be changed")
     fields.only("store", (False,), "nothing is stored")

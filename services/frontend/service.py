@@ -14,7 +14,7 @@ from services.frontend.decode_streams import DecodeStreams
 from services.frontend.dispatch import Dispatcher
 from services.frontend.front_door import FrontDoor
 from services.frontend.http import HttpApi
-from services.frontend.http_server import HttpServer
+from services.frontend.http_server import HttpLimits, HttpServer, connections_within_descriptors
 from services.frontend.inference import InferenceServicer
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.models import Models
@@ -78,12 +78,27 @@ class FrontendService:
         self._unfollow = discovery.subscribe(follow)
         follow()
 
-        self._http = HttpServer(HttpApi(door, host.registry), max_head_bytes=settings.max_header_kb << 10)
+        self._http = HttpServer(HttpApi(door, host.registry), self._http_limits())
         port = await self._http.start(host.settings.bind, settings.http_port, host.tls.http if host.tls else None)
         await host.set_http_address(host_port(host.settings.advertised_host, port))
         self._inference.serve(door)
         self._log.info("listening for HTTP", address=host_port(host.settings.bind, port), tls=host.tls is not None)
         return None
+
+    def _http_limits(self) -> HttpLimits:
+        settings = self._settings
+        connections = connections_within_descriptors(settings.max_connections)
+        if connections < settings.max_connections:
+            self._log.warning(
+                "fewer connections than max_connections: the limit of open files (ulimit -Hn) is too low",
+                connections=connections,
+            )
+        return HttpLimits(
+            max_head_bytes=settings.max_header_kb << 10,
+            max_connections=connections,
+            read_timeout_s=settings.read_timeout_s,
+            idle_timeout_s=settings.idle_timeout_s,
+        )
 
     async def drain(self, timeout_s: float) -> None:
         """New requests are refused; those inside may finish."""

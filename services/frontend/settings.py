@@ -29,8 +29,22 @@ class FrontendSettings:
     max_concurrent_requests: int = setting(
         1024, "answers in the making at once; further requests get 429", minimum=1, maximum=1_000_000
     )
+    max_connections: int = setting(
+        4096, "open HTTP connections; further ones get 503 and are closed", minimum=1, maximum=1_000_000
+    )
+    max_bodies_mb: int = setting(
+        256, "request bodies in memory, all together, MiB; more get 429", minimum=1, maximum=1_000_000
+    )
     max_body_mb: int = setting(16, "largest request body, MiB", minimum=1, maximum=1024)
     max_header_kb: int = setting(32, "largest request head (line and headers), KiB", minimum=1, maximum=1024)
+    read_timeout_s: float = setting(
+        30.0,
+        "longest time for a request's head, and for its body to begin to come and come at 16 KiB/s, seconds",
+        minimum=0.001,
+    )
+    idle_timeout_s: float = setting(
+        75.0, "longest time a connection may be without a request after an answer, seconds", minimum=0.001
+    )
     request_timeout_s: float = setting(
         600.0, "longest time one request may take, seconds", minimum=0.001, maximum=1_000_000
     )

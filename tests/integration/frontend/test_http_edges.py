@@ -171,6 +171,66 @@ async def test_time_runs_out_as_the_request_said(frontend: Frontend, http: httpx
         await until(lambda: worker.cancelled)
 
 
+@pytest.mark.parametrize(("given", "status"), [("0.2", 504), ("never", 400), ("0", 400), ("nan", 400), ("1e9", 400)])
+async def test_a_header_can_bound_the_time_too(
+    frontend: Frontend, http: httpx.AsyncClient, given: str, status: int
+) -> None:
+    async with serving(frontend, ScriptedDecode(be_silent)) as worker:
+        headers = {"x-request-timeout": given}
+        answer = await http.post("/v1/chat/completions", json=chat(worker.model, timeout_s=30), headers=headers)
+        assert answer.status_code == status
+        if status == 504:
+            assert 0 < worker.requests[0].request.timeout_ms <= 200
+        else:
+            assert answer.json()["error"]["param"] == "x-request-timeout"
+            assert worker.requests == []
+
+
+async def test_a_body_counts_as_time_and_a_trickle_is_cut_off(etcd: str, nats: str, tmp_path: Path) -> None:
+    with running_frontend(etcd, nats, tmp_path / "log", "--read-timeout-s", "0.3") as frontend:
+        async with raw(frontend) as (reader, writer), asyncio.timeout(20):
+            writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 100000\r\n\r\n")
+            head = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
+            while not head.done():
+                writer.write(b" ")
+                await asyncio.sleep(0.01)
+            assert (await head).startswith(b"HTTP/1.1 408")
+
+
+async def test_bodies_have_a_bound_all_together(etcd: str, nats: str, tmp_path: Path) -> None:
+    flags = ("--max-bodies-mb", "1", "--max-body-mb", "1")
+    with running_frontend(etcd, nats, tmp_path / "log", *flags) as frontend:
+        async with raw(frontend) as (_, first), raw(frontend) as (reader, writer), asyncio.timeout(20):
+            first.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 1000000\r\n\r\n" + b" " * 900_000)
+            await first.drain()
+            while True:
+                writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 200000\r\n\r\n" + b" " * 200_000)
+                answer = await reader.readuntil(b"\r\n\r\n")
+                if answer.startswith(b"HTTP/1.1 429"):
+                    break
+                assert answer.startswith(b"HTTP/1.1 400"), "the first body had not all come"
+                await reader.readuntil(b"}}")
+            assert b"retry-after" in answer
+        async with httpx.AsyncClient(base_url=frontend.url) as http:
+            async with asyncio.timeout(20):
+                while (await http.post("/v1/completions", content=b" " * 900_000)).status_code != 400:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+
+async def test_a_refusal_for_want_of_room_does_not_read_the_body_nor_lose_the_connection(
+    etcd: str, nats: str, tmp_path: Path
+) -> None:
+    with running_frontend(etcd, nats, tmp_path / "log", "--max-concurrent-requests", "2") as frontend:
+        async with serving(frontend, ScriptedDecode(be_silent)) as worker, raw(frontend) as (_, first):
+            first.write(post("/v1/completions", {"model": worker.model, "prompt": "x", "n": 2}))
+            await until(lambda: len(worker.requests) == 2)
+            async with raw(frontend) as (reader, writer), asyncio.timeout(20):
+                for _ in range(2):
+                    writer.write(post("/v1/completions", {"not": "looked at"}))
+                    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 429")
+                    await reader.readuntil(b"}}")
+
+
 async def test_the_request_id_travels_to_the_worker_and_back(frontend: Frontend, http: httpx.AsyncClient) -> None:
     async with serving(frontend, ScriptedDecode(answer)) as worker:
         headers = {"x-request-id": "my-id.1:2_3"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.frontend.http_server import HttpServer
+from services.frontend.http_server import HttpLimits, HttpServer
 
 PATIENCE_S = 0.5
 HEAD = b"GET / HTTP/1.1\r\nhost: x\r\n"
@@ -22,7 +22,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    server = HttpServer(app, max_head_bytes=1024, patience_s=PATIENCE_S)
+    server = HttpServer(app, HttpLimits(max_head_bytes=1024, read_timeout_s=PATIENCE_S, idle_timeout_s=PATIENCE_S))
     try:
         yield await server.start("127.0.0.1", 0)
     finally:
@@ -59,3 +59,78 @@ async def test_an_answer_may_take_longer_than_a_head(port: int) -> None:
             writer.write(HEAD + b"\r\n")
             assert b"204" in await reader.readuntil(b"\r\n\r\n")
         assert await reader.read() == b"", "then it is idle"
+
+
+async def refusal(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    """Head and body of an answer after which the server closes."""
+    async with asyncio.timeout(10):
+        return (await reader.readuntil(b"\r\n\r\n")), (await reader.read())
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+@pytest.mark.parametrize("what", [b"GET /%b HTTP/1.1\r\n\r\n" % (b"x" * 1100), HEAD + b"x: %b\r\n\r\n" % (b"y" * 1100)])
+async def test_a_head_over_the_bound_is_refused_however_it_comes(port: int, what: bytes, pieces: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    size = -(-len(what) // pieces)
+    for start in range(0, len(what), size):
+        writer.write(what[start : start + size])
+        await writer.drain()
+        await asyncio.sleep(0)
+    head, body = await refusal(reader)
+    assert head.startswith(b"HTTP/1.1 431")
+    assert b"over 1024 bytes" in body
+
+
+async def test_requests_in_one_read_are_not_taken_for_one_long_head(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write((HEAD + b"x: %b\r\n\r\n" % (b"y" * 700)) * 2)
+    async with asyncio.timeout(20):
+        for _ in range(2):
+            assert b"204" in await reader.readuntil(b"\r\n\r\n")
+
+
+async def test_a_connection_too_many_is_told_so_and_closed_and_room_comes_back() -> None:
+    server = HttpServer(app, HttpLimits(max_connections=2))
+    port = await server.start("127.0.0.1", 0)
+    try:
+        first, second = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"\r\n")
+        head, body = await refusal(reader)
+        assert head.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: 1" in head
+        assert b"2 connections are open" in body
+        for _, one in (first, second):
+            one.close()
+        writer.close()
+        async with asyncio.timeout(20):
+            while True:  # until the server has seen them go
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(HEAD + b"\r\n")
+                answer = await reader.readuntil(b"\r\n\r\n")
+                writer.close()
+                if b"204" in answer:
+                    break
+    finally:
+        await server.stop()
+
+
+async def test_a_client_that_never_reads_its_answer_does_not_keep_its_connection() -> None:
+    async def much(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * (32 << 20)})
+
+    server = HttpServer(much, HttpLimits(idle_timeout_s=PATIENCE_S))
+    port = await server.start("127.0.0.1", 0)
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(HEAD + b"\r\n")
+        async with asyncio.timeout(20):
+            while not server.connections:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            while server.connections:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        writer.close()
+    finally:
+        await server.stop()

@@ -145,4 +145,5 @@ def test_errors_have_openais_shape(error: TokenmillError, kind: str, code: str |
 
 def test_a_retry_hint_becomes_whole_seconds_and_is_never_zero() -> None:
     assert error_headers(Overloaded("m", retry_after_s=0.2)) == [(b"retry-after", b"1")]
-    assert error_headers(Overloaded("m")) == []
+    assert error_headers(Overloaded("m")) == [(b"retry-after", b"1")]
+    assert error_headers(EngineFailed("m")) == []
