@@ -34,7 +34,8 @@ def _supervisor(
 
 
 def _service(name: str, code: str = _SLEEP) -> ChildSpec:
-    return ChildSpec(name, (sys.executable, "-IS", "-c", code), instance_id=f"{name}-abc", env={"PATH": "/bin"})
+    env = {"TOKENMILL_INSTANCE_ID": f"{name}-abc"}
+    return ChildSpec(name, (sys.executable, "-IS", "-c", code), instance_id=f"{name}-abc", env=env)
 
 
 async def _ready(supervisor: Supervisor, instance_id: str) -> int:
@@ -56,6 +57,10 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def _read(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
 
 
 def _read_pid(file: Path) -> int:
@@ -124,16 +129,17 @@ async def test_a_service_goes_when_its_successor_is_ready(tmp_path: Path) -> Non
     code = f"import os; print(os.environ['TOKENMILL_INSTANCE_ID'], flush=True); {_SLEEP}"
     async with _supervisor(tmp_path, _service("a", code)) as supervisor:
         for first_id, next_id in (("a-abc", "a-abc-2"), ("a-abc-2", "a-abc-3")):
+            await _until(lambda: first_id in _read(tmp_path / "a.log"))  # noqa: B023  over when the loop goes on
             first = await _ready(supervisor, first_id)
             following = asyncio.create_task(supervisor.restart("a", successor_first=True))
-            await _until(lambda: next_id in (tmp_path / "a.log").read_text())  # noqa: B023  over when the loop goes on
+            await _until(lambda: next_id in _read(tmp_path / "a.log"))  # noqa: B023  over when the loop goes on
             assert _alive(first)
             assert supervisor.pid("a") == first, "it counts until the other one is ready"
             second = await _ready(supervisor, next_id)
             child = await following
             assert (child.pid, child.instance_id) == (second, next_id)
             assert not _alive(first)
-    assert (tmp_path / "a.log").read_text().split() == ["a-abc-2", "a-abc-3"]
+    assert (tmp_path / "a.log").read_text().split() == ["a-abc", "a-abc-2", "a-abc-3"]
     assert not _alive(second)
 
 
