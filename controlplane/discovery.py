@@ -19,7 +19,7 @@ import contextlib
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -91,10 +91,10 @@ class Discovery:
         self._seed: _Seed | None = None
         self._conflict: str | None = None
 
-        self._key = ""
-        self._record: bytes | None = None
-        """Our own record as it ought to be, and as it is."""
-        self._written: bytes | None = None
+        self._records: dict[str, bytes] = {}
+        """Our own records as they ought to be, by key: one, or those of all the instances in this process."""
+        self._written: dict[str, bytes] = {}
+        """As they are."""
         self._record_changed = asyncio.Event()
         self._record_written = asyncio.Event()
 
@@ -151,18 +151,17 @@ class Discovery:
         return self._conflict
 
     async def register(self, instance: Instance) -> None:
-        """Publishes our record and holds its lease until `deregister`."""
-        self._key = f"{self._prefix}instances/{instance.service}/{instance.instance_id}"
+        """Publishes a record of ours and holds its lease until `deregister`."""
         await self.update(instance)
 
     async def update(self, instance: Instance) -> None:
         """Publishes another version of our record. While etcd is away it returns at once; the record follows later."""
-        await self._publish(encode_instance(instance))
+        await self._publish({self._key(instance): encode_instance(instance)})
 
     async def deregister(self) -> None:
         """Says farewell: others forget us at once."""
-        if self._record is not None:
-            await self._publish(_FAREWELL)
+        if self._records:
+            await self._publish(dict.fromkeys(self._records, _FAREWELL))
 
     async def close(self) -> None:
         """Ends the session. Without `deregister`, others find us gone quiet when the lease lapses."""
@@ -172,8 +171,11 @@ class Discovery:
         if self._next_change is not None:
             self._next_change.cancel()
 
-    async def _publish(self, record: bytes) -> None:
-        self._record = record
+    def _key(self, instance: Instance) -> str:
+        return f"{self._prefix}instances/{instance.service}/{instance.instance_id}"
+
+    async def _publish(self, records: dict[str, bytes]) -> None:
+        self._records |= records
         self._record_written.clear()
         self._record_changed.set()
         if not self.stale:
@@ -246,8 +248,7 @@ class Discovery:
         self._revision = answer.header.revision
         present = {kv.key.decode().rpartition("/")[2]: self._decoded(kv.key, kv.value) for kv in answer.kvs}
         self._picture.listed(present, time.monotonic(), grace_s)
-        if self._key and self._key.rpartition("/")[2] not in present:
-            self._write_again()
+        self._write_again(key for key in self._records if key.rpartition("/")[2] not in present)
         self._changed()
 
     async def _relist(self, kv: KVService) -> None:
@@ -275,8 +276,8 @@ class Discovery:
                 raise SessionLost("the deployment's seed changed")
         elif value is None:
             self._picture.vanished(name.rpartition("/")[2], time.monotonic())
-            if name == self._key:
-                self._write_again()
+            if name in self._records:
+                self._write_again([name])
         elif (instance := self._decoded(key, value)) is None:
             self._picture.left(name.rpartition("/")[2])
         else:
@@ -293,20 +294,20 @@ class Discovery:
             return None
 
     async def _hold_record(self, kv: KVService, lease: LeaseService) -> None:
-        """Keeps our record in etcd as it ought to be, and the lease under it alive."""
+        """Keeps our records in etcd as they ought to be, and the lease under them alive."""
         loop = asyncio.get_running_loop()
-        self._written = None
+        self._written = {}
         lease_id, renewed_at = 0, loop.time()
         while True:
             self._record_changed.clear()
-            record = self._record
-            if record is not None and lease_id == 0:
+            if self._records and lease_id == 0:
                 lease_id = (await lease.grant(LEASE_S, timeout=CALL_S)).ID
-                self._written = None
-            if record is not None and record is not self._written:
-                await kv.put(self._key, record, lease=lease_id, timeout=CALL_S)
-                self._written = record
-            if record is self._record:
+                self._written = {}
+            for key in [key for key, record in self._records.items() if record is not self._written.get(key)]:
+                record = self._records[key]
+                await kv.put(key, record, lease=lease_id, timeout=CALL_S)
+                self._written[key] = record
+            if not self._record_changed.is_set():
                 self._record_written.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(renewed_at + _KEEPALIVE_S):
@@ -317,9 +318,10 @@ class Discovery:
                     self._log.warning("our lease lapsed; registering again")
                     lease_id = 0
 
-    def _write_again(self) -> None:
-        self._written = None
-        self._record_changed.set()
+    def _write_again(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._written.pop(key, None)
+            self._record_changed.set()
 
     def _changed(self) -> None:
         """Wakes those who listen, and ourselves when someone quiet is due to be suspected or forgotten."""
