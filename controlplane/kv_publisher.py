@@ -12,7 +12,7 @@ import grpc
 from controlplane import kv_wire
 from kvcache.events import KvEvent, KvEventBatch, Removed, Stored, Tier
 from kvcache.holdings import Holdings
-from kvcache.load import LoadReport
+from kvcache.load import KvCheck, LoadReport
 from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
 
 __all__ = ["KvPublisher", "KvSourceServicer", "Load", "Publisher"]
@@ -82,11 +82,7 @@ class KvPublisher:
         self._load_subject = kv_wire.load_subject(deployment, instance_id)
         self._instance_id = instance_id
         self._epoch = epoch
-        self._holdings = Holdings()
-        self._pending: list[KvEvent] = []
-        self._pending_hashes = 0
-        self._published = 0
-        """Number of the last event given to the bus; the pending ones follow it."""
+        self._ranks = {0: _Rank(0)}
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -101,20 +97,22 @@ class KvPublisher:
 
     @property
     def seq(self) -> int:
-        """Number of the last event, published or pending; 0: none yet in this epoch."""
-        return self._published + len(self._pending)
+        """Number of rank 0's last event, published or pending; 0: none yet in this epoch."""
+        return self._ranks[0].seq
 
-    @property
-    def holdings(self) -> Holdings:
-        """What the worker holds now; read only."""
-        return self._holdings
-
-    def events(self, events: Sequence[KvEvent]) -> None:
-        """Takes the engine's events, in order; they are out within `FLUSH_AFTER_S`."""
-        for event in self._holdings.apply(events):
+    def events(self, events: Sequence[KvEvent], dp_rank: int = 0) -> None:
+        """Takes the events of one rank's engine, in order; they are out within `FLUSH_AFTER_S`."""
+        rank = self._ranks.get(dp_rank)
+        if rank is None:
+            rank = self._ranks[dp_rank] = _Rank(dp_rank)
+        for event in rank.holdings.apply(events):
             for part in _split(event):
-                self._append(part)
-        if self._pending and self._timer is None:
+                size = len(part.hashes) if isinstance(part, Stored | Removed) else 0
+                if rank.pending_hashes + size > MAX_BATCH_HASHES:
+                    self._publish(rank)
+                rank.pending.append(part)
+                rank.pending_hashes += size
+        if rank.pending and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_AFTER_S, self.flush)
 
     def flush(self) -> None:
@@ -122,23 +120,20 @@ class KvPublisher:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if not self._pending:
-            return
-        batch = KvEventBatch(self._instance_id, self._epoch, self._published + 1, tuple(self._pending))
-        self._published = batch.last_seq
-        self._pending.clear()
-        self._pending_hashes = 0
-        self._bus.publish(self._kv_subject, kv_wire.batch_to_bytes(batch))
+        for rank in self._ranks.values():
+            if rank.pending:
+                self._publish(rank)
 
     def load_report(self, load: Load) -> None:
         """Publishes the load, with the number of the last event and a check on what is held."""
         self.flush()  # so that the check describes events that are already on their way
+        own, *others = (rank.check() for rank in self._ranks.values())
         report = LoadReport(
             instance_id=self._instance_id,
             epoch=self._epoch,
-            last_seq=self._published,
-            held_xor=self._holdings.xor,
-            held_blocks=self._holdings.count,
+            last_seq=own.last_seq,
+            held_xor=own.held_xor,
+            held_blocks=own.held_blocks,
             running_requests=load.running_requests,
             waiting_requests=load.waiting_requests,
             queued_prefill_tokens=load.queued_prefill_tokens,
@@ -147,23 +142,64 @@ class KvPublisher:
             kv_leased_blocks=load.kv_leased_blocks,
             step_time_us=round(load.step_time_s * 1e6),
             steps=load.steps,
+            other_ranks=tuple(others),
         )
         self._bus.publish(self._load_subject, kv_wire.load_to_bytes(report))
 
-    def snapshot(self) -> tuple[int, int, dict[Tier, list[int]]]:
-        """(epoch, number of the last event in it, hashes by tier)."""
-        return self._epoch, self.seq, {tier: self._holdings.hashes(tier) for tier in Tier}
+    def snapshot(self, dp_rank: int = 0) -> tuple[int, int, dict[Tier, list[int]]]:
+        """(epoch, number of the last event in it, hashes by tier) of one rank."""
+        rank = self._ranks[dp_rank]
+        return self._epoch, rank.seq, {tier: rank.holdings.hashes(tier) for tier in Tier}
+
+    def snapshot_parts(self) -> Iterator[kv_pb2.KvSnapshotPart]:
+        """The same of every rank, in messages; none of them may be published in between."""
+        for rank in self._ranks.values():
+            for tier in Tier:
+                hashes = rank.holdings.hashes(tier)
+                parents = iter(rank.holdings.parents(tier))
+                # The device tier is always there, so that an empty rank states its number too.
+                for start in range(0, len(hashes) or tier is Tier.DEVICE, SNAPSHOT_PART_BLOCKS):
+                    yield kv_pb2.KvSnapshotPart(
+                        instance_id=self._instance_id,
+                        epoch=self._epoch,
+                        seq=rank.seq,
+                        tier=kv_wire.tier_to_proto(tier),
+                        hashes=hashes[start : start + SNAPSHOT_PART_BLOCKS],
+                        parents=[parent or 0 for parent in islice(parents, SNAPSHOT_PART_BLOCKS)],
+                        dp_rank=rank.dp_rank,
+                    )
 
     def close(self) -> None:
         """Publishes what is pending and starts no more timers by itself."""
         self.flush()
 
-    def _append(self, event: KvEvent) -> None:
-        size = len(event.hashes) if isinstance(event, Stored | Removed) else 0
-        if self._pending_hashes + size > MAX_BATCH_HASHES:
-            self.flush()
-        self._pending.append(event)
-        self._pending_hashes += size
+    def _publish(self, rank: _Rank) -> None:
+        batch = KvEventBatch(self._instance_id, self._epoch, rank.published + 1, tuple(rank.pending), rank.dp_rank)
+        rank.published = batch.last_seq
+        rank.pending.clear()
+        rank.pending_hashes = 0
+        self._bus.publish(self._kv_subject, kv_wire.batch_to_bytes(batch))
+
+
+class _Rank:
+    """What one data-parallel rank holds, and its events that are not out yet."""
+
+    def __init__(self, dp_rank: int) -> None:
+        self.dp_rank = dp_rank
+        self.holdings = Holdings()
+        self.pending: list[KvEvent] = []
+        self.pending_hashes = 0
+        self.published = 0
+        """Number of the last event given to the bus; the pending ones follow it."""
+
+    @property
+    def seq(self) -> int:
+        """Number of the last event."""
+        return self.published + len(self.pending)
+
+    def check(self) -> KvCheck:
+        """What receivers should have, once all is published."""
+        return KvCheck(self.dp_rank, self.published, self.holdings.xor, self.holdings.count)
 
 
 class KvSourceServicer(kv_pb2_grpc.KvSourceServicer):
@@ -178,24 +214,8 @@ class KvSourceServicer(kv_pb2_grpc.KvSourceServicer):
         context: grpc.aio.ServicerContext[kv_pb2.GetKvSnapshotRequest, AsyncIterator[kv_pb2.KvSnapshotPart]],
     ) -> AsyncIterator[kv_pb2.KvSnapshotPart]:
         """The picture as of the call; events that happen while it streams have higher numbers."""
-        for part in list(_snapshot_parts(self._publisher)):
+        for part in list(self._publisher.snapshot_parts()):
             yield part
-
-
-def _snapshot_parts(publisher: KvPublisher) -> Iterator[kv_pb2.KvSnapshotPart]:
-    epoch, seq, tiers = publisher.snapshot()
-    for tier, hashes in tiers.items():
-        parents = iter(publisher.holdings.parents(tier))
-        # The device tier is always there, so that an empty worker states its number too.
-        for start in range(0, len(hashes) or tier is Tier.DEVICE, SNAPSHOT_PART_BLOCKS):
-            yield kv_pb2.KvSnapshotPart(
-                instance_id=publisher.instance_id,
-                epoch=epoch,
-                seq=seq,
-                tier=kv_wire.tier_to_proto(tier),
-                hashes=hashes[start : start + SNAPSHOT_PART_BLOCKS],
-                parents=[parent or 0 for parent in islice(parents, SNAPSHOT_PART_BLOCKS)],
-            )
 
 
 def _split(event: KvEvent) -> Iterator[KvEvent]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcache.events import Cleared, KvEvent, KvEventBatch, Removed, Stored, Tier
-from kvcache.load import LoadReport
+from kvcache.load import KvCheck, LoadReport
 from tokenmill.kv.v1 import kv_pb2
 
 __all__ = [
@@ -22,6 +22,7 @@ _TO_PROTO: dict[Tier, kv_pb2.Tier.ValueType] = {
     Tier.DEVICE: kv_pb2.TIER_DEVICE,
     Tier.HOST: kv_pb2.TIER_HOST,
     Tier.DISK: kv_pb2.TIER_DISK,
+    Tier.PEER: kv_pb2.TIER_PEER,
 }
 _FROM_PROTO: dict[int, Tier] = {value: tier for tier, value in _TO_PROTO.items()}
 
@@ -83,6 +84,15 @@ def load_to_bytes(report: LoadReport) -> bytes:
         kv_leased_blocks=report.kv_leased_blocks,
         step_time_us=report.step_time_us,
         steps=report.steps,
+        other_ranks=[
+            kv_pb2.KvCheck(
+                dp_rank=check.dp_rank,
+                last_seq=check.last_seq,
+                held_xor=check.held_xor,
+                held_blocks=check.held_blocks,
+            )
+            for check in report.other_ranks
+        ],
     ).SerializeToString()
 
 
@@ -103,6 +113,9 @@ def load_from_bytes(data: bytes) -> LoadReport:
         kv_leased_blocks=message.kv_leased_blocks,
         step_time_us=message.step_time_us,
         steps=message.steps,
+        other_ranks=tuple(
+            KvCheck(check.dp_rank, check.last_seq, check.held_xor, check.held_blocks) for check in message.other_ranks
+        ),
     )
 
 

@@ -9,11 +9,13 @@ __all__ = ["Cleared", "KvEvent", "KvEventBatch", "Removed", "Stored", "Tier"]
 
 
 class Tier(IntEnum):
-    """Where a block lies. Values are those of kv.proto."""
+    """Where a block lies, fastest first. Values are those of kv.proto."""
 
     DEVICE = 1
     HOST = 2
     DISK = 3
+    PEER = 4
+    """Another node's memory, from which the worker can read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,14 @@ KvEvent = Stored | Removed | Cleared
 
 @dataclass(frozen=True, slots=True)
 class KvEventBatch:
-    """Consecutive events of one worker; `events[i]` has number `first_seq + i`, from 1 within (instance, epoch)."""
+    """Consecutive events of one rank; `events[i]` has number `first_seq + i`, from 1 within (instance, epoch, rank)."""
 
     instance_id: str
     epoch: int
     first_seq: int
     events: tuple[KvEvent, ...]
     dp_rank: int = 0
+    """Data-parallel rank: each has an engine and a cache of its own."""
 
     @property
     def last_seq(self) -> int:

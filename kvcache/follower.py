@@ -1,4 +1,4 @@
-"""Keeps one worker's part of an index true to that worker, from messages that may come late, twice or never.
+"""Keeps one rank's part of an index true to that rank of a worker, from messages that may come late, twice or never.
 
     in step ──(number skipped, report ahead or other checksum, connection lost)──> gap ──(snapshot)──> in step
        ^──────────────────────────(new epoch, from number 1)──────────────────────────┘
@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from kvcache.events import Cleared, KvEventBatch, Tier
 from kvcache.index import Holder, KvIndex
-from kvcache.load import LoadReport
+from kvcache.load import KvCheck
 
 __all__ = ["Follower", "Gap", "Snapshot"]
 
@@ -35,18 +35,21 @@ class Gap(StrEnum):
     """Same number, but not the same blocks."""
     DISCONNECTED = "disconnected"
     """The bus may have lost something."""
+    DAMAGED = "damaged"
+    """The index was found not to hold what it counts."""
 
 
 class Follower:
-    """One worker as its messages tell it. `gap` is None while the index has exactly what the worker had at `seq`."""
+    """One rank as its messages tell it. `gap` is None while the index has exactly what the rank had at `seq`."""
 
-    def __init__(self, index: KvIndex, instance_id: str, epoch: int) -> None:
+    def __init__(self, index: KvIndex, instance_id: str, epoch: int, dp_rank: int = 0) -> None:
         self.instance_id = instance_id
+        self.dp_rank = dp_rank
         self.epoch = epoch
         self.seq = 0
         self.gap: Gap | None = Gap.NEW
         self._index = index
-        self._holder = index.open(instance_id)
+        self._holder = index.open(instance_id, dp_rank)
         self._kept: list[KvEventBatch] = []
         self._kept_blocks = 0
         self._awaited = 0
@@ -72,22 +75,22 @@ class Follower:
             self._index.apply(self._holder, event)
         self.seq = max(self.seq, batch.last_seq)
 
-    def on_report(self, report: LoadReport) -> None:
-        """Checks the picture; it may speak of events that are still on their way, which have until the next report."""
-        if report.epoch < self.epoch:
+    def on_check(self, epoch: int, check: KvCheck) -> None:
+        """Checks the picture; it may speak of events that are still on their way, which have until the next check."""
+        if epoch < self.epoch:
             return
-        if report.epoch > self.epoch:
-            self._begin(report.epoch)
+        if epoch > self.epoch:
+            self._begin(epoch)
         if self.gap is not None:
             return
         if self._awaited > self.seq:
             self.gap = Gap.BEHIND
-        elif report.last_seq == self.seq and (report.held_xor, report.held_blocks) != (
+        elif check.last_seq == self.seq and (check.held_xor, check.held_blocks) != (
             self._holder.xor,
             self._holder.count,
         ):
             self.gap = Gap.CHECKSUM
-        self._awaited = report.last_seq
+        self._awaited = check.last_seq
 
     def lose(self, gap: Gap) -> None:
         """Something may have been missed: a snapshot is needed."""
@@ -138,12 +141,12 @@ class Follower:
 
 
 class Snapshot:
-    """A worker's picture as it arrives in parts; invisible to matches until `finish`."""
+    """A rank's picture as it arrives in parts; invisible to matches until `finish`."""
 
     def __init__(self, follower: Follower, index: KvIndex) -> None:
         self._follower = follower
         self._index = index
-        self._holder = index.open(follower.instance_id, routed=False)
+        self._holder = index.open(follower.instance_id, follower.dp_rank, routed=False)
 
     def add(self, tier: Tier, hashes: Sequence[int], parents: Sequence[int | None]) -> None:
         """One part: `parents[i]` is the block before `hashes[i]`, None where that begins a prompt."""

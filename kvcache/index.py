@@ -1,106 +1,154 @@
-"""Who holds which block: the router's index over all workers.
+"""Who holds which block, in which tier: the router's index over all workers.
 
-One dict from a block's hash to the set of its holders, the set being an int with a bit (a *lane*) for each worker and
-tier. Along a prompt the holders only become fewer, because a block is of use only with those before it; so a match
-leaps over equal sets and bisects where they change. Its cost grows with the number of distinct overlap depths, not
-with the number of blocks or workers.
+    index = KvIndex()
+    holder = index.open("worker-1")              # one per instance and data-parallel rank
+    index.apply(holder, Stored(None, (1, 2, 3))) # or through a `Follower`
+    index.held([1, 2, 3, 4])                     # {"worker-1": Overlap(device=3)}
 
-A worker may hold a block without the one before it (evicted in the middle, told late). Such a *seam* is known from the
-chain, which every stored event tells; a match across a seam looks at each block and stays exact.
+Blocks stand in runs (`runs.py`). A run's holders are an int with a hex digit for each holder and in it a bit for each
+tier. A match goes from run to run of the prompt, so its cost grows with the number of distinct overlap depths, not
+with blocks or workers, and it is exact whatever holes there are: a hole is a run that a holder is not in.
 
-Pure, not thread safe. Cost of the chain: a parent and the children of each block, about 50 bytes.
+Memory is bounded. When full, the runs least recently matched or stored make room, the end of a chain first. What makes
+room is forgotten, never invented: a holder's `xor` and `count` go on counting it, so that its load reports still agree.
+
+Pure, not thread safe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
+from itertools import compress
 from operator import xor
-
-import msgspec
+from typing import NamedTuple
 
 from kvcache.events import Cleared, KvEvent, Removed, Stored, Tier
+from kvcache.runs import Run, Runs, chain
 
-__all__ = ["Holder", "KvIndex", "Match"]
+__all__ = ["DEFAULT_MAX_BLOCKS", "Holder", "KvIndex", "Match", "Overlap"]
 
-LEAP = 32
-"""Blocks a match jumps. Larger wastes probes where depths differ, smaller where they do not."""
-MAX_INTERNED = 65_536
-"""Distinct holder sets remembered so that equal ones share memory."""
+DEFAULT_MAX_BLOCKS = 10_000_000
+"""About 1 GB."""
+FEW = 24
+"""Names looked up one by one; for more it is faster to go over all, and to remember the answer."""
+MOST_REMEMBERED = 256
+"""Such answers: at a thousand workers 8 KB each."""
+HAND_STEPS = 256
+"""Runs the clock's hand looks at before it takes the next one, used or not."""
 
-Match = list[tuple[int, int]]
-"""(depth in blocks, lanes that hold exactly so many leading blocks), by rising depth; depth 0 is left out."""
+_BITS = {Tier.DEVICE: 1, Tier.HOST: 2, Tier.DISK: 4, Tier.PEER: 8}
+_FASTEST = [0, *((digit & -digit).bit_length() - 1 for digit in range(1, 16))]
+_DIGITS = bytes.maketrans(b"01", b"\0\1")
+
+
+class Overlap(NamedTuple):
+    """The leading blocks of a prompt that a worker holds in some tier, each counted in its fastest."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    peer: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """All of them."""
+        return self.device + self.host + self.disk + self.peer
+
+
+Match = list[tuple[Overlap, int]]
+"""(overlap, the lanes that have exactly this one), fewest blocks first; lanes without any are left out."""
 
 
 class Holder:
-    """One worker's part of an index, made by `KvIndex.open`. `xor` and `count` are over its distinct (hash, tier)."""
+    """One rank of one worker in an index, made by `KvIndex.open`. `xor` and `count`: of all (hash, tier) it holds."""
 
-    __slots__ = ("_lanes", "count", "name", "routed", "xor")
+    __slots__ = ("_lane", "count", "dp_rank", "forgotten", "forgotten_xor", "name", "routed", "xor")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, dp_rank: int, routed: bool) -> None:
         self.name = name
-        self.routed = False
-        self.xor = 0
-        self.count = 0
-        self._lanes: dict[Tier, int] = {}
+        self.dp_rank = dp_rank
+        self.routed = routed
+        self._lane = 0
+        self._reset()
 
+    def tiers_in(self, holders: int) -> int:
+        """Its digit in a run's holders: a bit for each tier that has those blocks, DEVICE the lowest."""
+        return holders >> (self._lane.bit_length() - 1) & 15
 
-class _Block(msgspec.Struct, gc=False):  # no references to other blocks, so no cycles: the collector may skip millions
-    hash: int
-    """The very object that is the key, so that parents and children share it."""
-    holders: int = 0
-    """0 with children: not held itself, kept for the chain."""
-    parent: int | None = None
-    children: int | set[int] | None = None
+    def _reset(self) -> None:
+        self.xor = self.count = 0
+        self.forgotten = self.forgotten_xor = 0
+        """Of them, those the index has no room for."""
 
 
 class KvIndex:
-    """Which worker holds which block, in which tier. Matches are answered from the device tier of routed holders."""
+    """Which holder has which block, in which tier. Matches are answered for routed holders."""
 
-    def __init__(self) -> None:
-        self._blocks: dict[int, _Block] = {}
-        self._seams: set[int] = set()
-        """Blocks with an open device holder that lacks the block before. After a close it may name too many."""
-        self._interned: dict[int, int] = {}
+    def __init__(self, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
+        self.runs = Runs()
+        """For reading."""
+        self.forgotten = 0
+        """Blocks that had to make room, or found none, since the start."""
+        self.changes = 0
+        """Grows with every change."""
+        self._max_blocks = max_blocks
+        self._hand = 0
         self._owners: list[Holder | None] = []
+        """By lane number. A lane is the lowest bit of its hex digit."""
+        self._names: list[str] = []
         """By lane number."""
+        self._named_before: dict[int, tuple[str, ...]] = {}
         self._free: list[int] = []
-        self._device = 0
-        """Lanes of open holders' device tier."""
         self._routed = 0
-        """Those of them a match answers for."""
+        """Lanes a match answers for."""
+        self._tiered = 0
+        """Lanes of holders that have had a block below the device."""
         self._dead = 0
-        """Lanes of closed holders whose bits still stand in blocks."""
+        """All four bits of closed holders whose bits still stand in runs."""
         self._sweeping = 0
-        """Lanes whose bits go as `_sweep_left` is worked off."""
-        self._sweep_left: list[int] = []
+        """Those of them that go as `_sweep_at` nears 0."""
+        self._sweep_at = 0
 
     def __len__(self) -> int:
         """Distinct blocks, those of closed holders not yet swept included."""
-        return len(self._blocks)
+        return len(self.runs.by_hash)
 
     # Holders
 
-    def open(self, name: str, *, routed: bool = True) -> Holder:
+    def open(self, name: str, dp_rank: int = 0, *, routed: bool = True) -> Holder:
         """A new, empty part of the index. `routed=False`: invisible to matches until `route`."""
-        holder = Holder(name)
-        holder.routed = routed
-        return holder
+        return Holder(name, dp_rank, routed)
 
     def route(self, holder: Holder) -> None:
         """From now on matches see it."""
         holder.routed = True
-        self._routed |= holder._lanes.get(Tier.DEVICE, 0)
+        self._routed |= holder._lane
 
     def close(self, holder: Holder) -> None:
-        """Forgets all it holds, in constant time; its bits are swept out as other blocks come."""
-        for lane in holder._lanes.values():
-            self._dead |= lane
-            self._device &= ~lane
+        """Forgets all it holds, in constant time; its bits are swept out as other blocks come, or by `tidy`."""
+        lane = holder._lane
+        if lane:
+            self.changes += 1
+            self._dead |= lane * 15
             self._routed &= ~lane
-            self._owners[lane.bit_length() - 1] = None
-        holder._lanes.clear()
-        holder.xor = holder.count = 0
+            self._tiered &= ~lane
+            self._owners[lane.bit_length() >> 2] = None
+        holder._lane = 0
+        holder._reset()
+
+    def holders(self, bits: int) -> Iterator[Holder]:
+        """The open holders with a bit in a run's `holders`, or in a match's lanes."""
+        while bits:
+            number = (bits.bit_length() - 1) >> 2
+            owner = self._owners[number]
+            if owner is not None:
+                yield owner
+            bits &= (1 << 4 * number) - 1
+
+    def open_holders(self) -> list[Holder]:
+        """Those that have held something since they were opened or cleared."""
+        return [holder for holder in self._owners if holder is not None]
 
     # Changes
 
@@ -120,237 +168,288 @@ class KvIndex:
 
     def store(self, holder: Holder, parent: int | None, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
         """`hashes[0]` follows `parent` (None: it begins a prompt), each next one the one before."""
-        if not hashes:
-            return
-        lane = holder._lanes.get(tier) or self._new_lane(holder, tier)
-        blocks, interned = self._blocks, self._interned
-        if len(interned) > MAX_INTERNED:
-            interned.clear()
-        lone = interned.setdefault(lane, lane)
-        checksum, added = holder.xor, 0
-        before = None if parent is None else blocks.get(parent) or self._placeholder(parent)
-        if before is not None and lane & self._device and not before.holders & lane:
-            self._seams.add(hashes[0])
-        for block_hash in hashes:
-            block = blocks.get(block_hash)
-            if block is None:
-                block = blocks[block_hash] = _Block(block_hash, lone)
-            elif block.holders & lane:
-                before = block
-                continue
+        bit = self._bit(holder, tier)
+        by_hash = self.runs.by_hash
+        self.changes += 1
+        at, end = 0, len(hashes)
+        while at < end:
+            run = self._swept(hashes[at])
+            if run is None:
+                stop = self._end_of_new(hashes, at)
+                new = hashes if stop - at == end else hashes[at:stop]
+                self._make_room(len(new))
+                fitting = self._max_blocks - len(by_hash)
+                checksum = reduce(xor, new, 0)
+                if fitting < len(new):
+                    checksum_kept = reduce(xor, new[:fitting], 0)
+                    self._forget(holder, len(new) - fitting, checksum ^ checksum_kept)
+                    self.forgotten += len(new) - fitting
+                    new = new[:fitting]
+                if new:
+                    self.runs.add(parent, new, bit)
+                holder.count += stop - at
+                holder.xor ^= checksum
             else:
-                holders = block.holders | lane
-                block.holders = interned.setdefault(holders, holders)
-            checksum ^= block_hash
-            added += 1
-            if before is not None and block.parent is None and before is not block:
-                block.parent = before.hash
-                siblings = before.children
-                if siblings is None:
-                    before.children = block.hash
-                elif isinstance(siblings, set):
-                    siblings.add(block.hash)
-                else:
-                    before.children = {siblings, block.hash}
-            before = block
-        holder.xor = checksum
-        holder.count += added
-        if self._seams:
-            self._mend(hashes)
+                start = run.hashes.index(hashes[at]) if run.hashes[0] != hashes[at] else 0
+                stop = at + _common(run, start, hashes, at)
+                if not run.holders & bit:
+                    holder.count += stop - at
+                    holder.xor ^= reduce(xor, hashes[at:stop])
+                    self.runs.change(run, start, start + stop - at, run.holders | bit, parent)
+            parent = hashes[stop - 1]
+            at = stop
         if self._dead or self._sweeping:
-            self._sweep(4 * len(hashes) + 64)
+            self.tidy(4 * end + 64)
 
     def remove(self, holder: Holder, hashes: Iterable[int], tier: Tier = Tier.DEVICE) -> None:
         """These blocks are gone from that tier of this holder."""
-        lane = holder._lanes.get(tier)
-        if lane is None:
+        if not holder.count:
             return
-        for block_hash in hashes:
-            block = self._blocks.get(block_hash)
-            if block is None or not block.holders & lane:
+        bit = self._bit(holder, tier)
+        self.changes += 1
+        for block in hashes:
+            run = self._swept(block)
+            if run is not None and run.holders & bit:
+                last = len(run.hashes) - 1
+                at = last if run.hashes[last] == block else run.hashes.index(block)
+                self.runs.change(run, at, at + 1, run.holders & ~bit)
+            elif holder.forgotten:  # the holder knows that it had it
+                self._forget(holder, -1, block)
+            else:
                 continue
-            holder.xor ^= block_hash
+            holder.xor ^= block
             holder.count -= 1
-            self._set_holders(block, block.holders & ~lane)
-            if block.children is not None and lane & self._device:
-                self._seams.update(child for child in _children(block) if self._blocks[child].holders & lane)
+
+    def discard(self, run: Run) -> None:
+        """Forgets a damaged run; its holders must be told anew."""
+        self.changes += 1
+        self.runs.discard(run)
+
+    def tidy(self, budget: int) -> bool:
+        """Takes closed holders' bits out of about `budget` blocks. False: there is nothing to do."""
+        if not self._sweeping:
+            if not self._dead:
+                return False
+            self._sweeping, self._dead = self._dead, 0
+            self._sweep_at = len(self.runs.all)
+        runs, keep = self.runs, ~self._sweeping
+        while self._sweep_at and budget > 0:
+            # From the end: what takes the place of a run that goes has been looked at. New runs are made of swept ones.
+            self._sweep_at = min(self._sweep_at, len(runs.all)) - 1
+            if self._sweep_at < 0:
+                self._sweep_at = 0
+                break
+            run = runs.all[self._sweep_at]
+            budget -= 8
+            if run.holders & ~keep:
+                budget -= len(run.hashes)
+                runs.change(run, 0, len(run.hashes), run.holders & keep)
+        if not self._sweep_at:
+            lanes, self._sweeping = self._sweeping, 0
+            while lanes:
+                number = (lanes.bit_length() - 1) >> 2
+                self._free.append(number)
+                lanes &= (1 << 4 * number) - 1
+        return True
 
     # Questions
 
     def match(self, hashes: Sequence[int]) -> Match:
-        """How many leading blocks of a prompt each routed lane holds."""
-        found = self._leap(hashes)
-        if self._seams and found and not self._seams.isdisjoint(hashes[: found[-1][0]]):
-            return self._walk(hashes)
+        """How many leading blocks of a prompt each routed holder has, by lane."""
+        get, tiered = self.runs.by_hash.get, self._tiered
+        found: Match = []
+        current = self._routed
+        lower: list[tuple[int, int]] = []
+        """(depth at which a run begins, its holders), if some of those that are left have tiers."""
+        mixed = 0
+        """Lanes that were met with a block below the device."""
+        at, end = 0, len(hashes)
+        while at < end:
+            run = get(hashes[at])
+            if run is None:
+                break
+            run.used = True
+            holders = run.holders
+            if tiered & current:
+                lower.append((at, holders))
+                anywhere = holders | holders >> 1 | holders >> 2 | holders >> 3
+                mixed |= current & anywhere & ~holders
+                left = current & anywhere
+            else:
+                left = current & holders
+            if left != current:
+                if at:
+                    self._settle(found, at, current & ~left, mixed, lower)
+                current = left
+                if not left:
+                    return found
+            stop = at + len(run.hashes)
+            if stop > end:
+                stop = end
+            if get(hashes[stop - 1]) is not run:
+                stop = _leaves(run, hashes, at, stop, get)
+            at = stop
+        if at:
+            self._settle(found, at, current, mixed, lower)
         return found
+
+    def held(self, hashes: Sequence[int]) -> dict[str, Overlap]:
+        """The leading blocks each worker holds, by its name; of several ranks, the one that holds most.
+
+        Workers that hold none are left out.
+        """
+        named: dict[str, Overlap] = {}
+        for overlap, lanes in self.match(hashes):
+            for name in self._named(lanes):
+                named[name] = overlap
+        return named
+
+    def held_by_rank(self, hashes: Sequence[int]) -> dict[tuple[str, int], Overlap]:
+        """The same for every (worker, data-parallel rank)."""
+        return {
+            (holder.name, holder.dp_rank): overlap
+            for overlap, lanes in self.match(hashes)
+            for holder in self.holders(lanes)
+        }
 
     def overlaps(self, hashes: Sequence[int]) -> dict[str, int]:
-        """Leading blocks held, by holder's name; those that hold none are left out."""
-        return {holder.name: depth for depth, lanes in self.match(hashes) for holder in self._owners_of(lanes)}
+        """`held`, as numbers of blocks in any tier."""
+        return {name: overlap.blocks for name, overlap in self.held(hashes).items()}
 
     def blocks(self, holder: Holder, tier: Tier = Tier.DEVICE) -> list[int]:
-        """All a holder has in one tier. Scans the index: for diagnosis and tests."""
-        lane = holder._lanes.get(tier, 0)
-        return [block.hash for block in self._blocks.values() if block.holders & lane]
+        """All the index knows a holder to have in one tier. Goes over every run: for diagnosis and tests."""
+        bit = holder._lane * _BITS[tier]
+        return [block for run in self.runs.all if run.holders & bit for block in run.hashes]
 
-    def check_integrity(self, holders: Iterable[Holder]) -> None:
-        """Raises `AssertionError` when an invariant is broken, given all open holders. Scans the index."""
-        seams = set()
-        for key, block in self._blocks.items():
-            _require(key == block.hash, f"block {block.hash:#x} is filed under {key:#x}")
-            _require(bool(block.holders or block.children), f"block {key:#x} has no holder and no children")
-            _require(
-                block.parent is None or key in _children(self._blocks[block.parent]),
-                f"block {key:#x} is unknown to its parent",
-            )
-            for child in _children(block):
-                _require(self._blocks[child].parent == key, f"block {child:#x} has another parent than {key:#x}")
-            if self._is_seam(block):
-                seams.add(key)
-        clean = not self._dead and not self._sweeping
-        _require(seams == self._seams if clean else seams <= self._seams, "the known seams are not those of the blocks")
-        for holder in holders:
-            held = [block for tier in Tier for block in self.blocks(holder, tier)]
-            _require(len(held) == holder.count, f"{holder.name} counts {holder.count} blocks and holds {len(held)}")
-            _require(reduce(xor, held, 0) == holder.xor, f"{holder.name}'s XOR is not that of its blocks")
+    def _settle(self, found: Match, depth: int, lanes: int, mixed: int, lower: list[tuple[int, int]]) -> None:
+        """Lanes whose leading blocks end at this depth."""
+        alike = lanes & ~mixed
+        if alike:
+            found.append((Overlap(depth), alike))
+        if not lanes & mixed:
+            return
+        overlaps: dict[Overlap, int] = {}
+        for holder in self.holders(lanes & mixed):
+            counts = [0, 0, 0, 0]
+            stop = depth
+            for start, holders in reversed(lower):
+                if start < depth:
+                    counts[_FASTEST[holder.tiers_in(holders)]] += stop - start
+                    stop = start
+            overlap = Overlap(*counts)
+            overlaps[overlap] = overlaps.get(overlap, 0) | holder._lane
+        found.extend(overlaps.items())
 
-    def _leap(self, hashes: Sequence[int]) -> Match:
-        """`match`, given that no seam lies on the way."""
-        found: Match = []
-        if not hashes or not self._routed:
-            return found
-        get, nobody = self._blocks.get, _Block(0)
-        seen = get(hashes[0], nobody).holders
-        current = self._routed & seen
-        at, last = 0, len(hashes) - 1
-        while current and at < last:
-            high = at + LEAP if at + LEAP < last else last
-            holders = get(hashes[high], nobody).holders
-            if holders is seen or holders & current == current:
-                at, seen = high, holders
-                continue
-            low = at
-            while high - low > 1:  # somebody leaves after `low` and is gone at `high`
-                middle = (low + high) >> 1
-                between = get(hashes[middle], nobody).holders
-                if between is seen or between & current == current:
-                    low = middle
-                else:
-                    high, holders = middle, between
-            found.append((high, current & ~holders))
-            at, seen = high, holders
-            current &= holders
-        if current:
-            found.append((len(hashes), current))
-        return found
-
-    def _walk(self, hashes: Sequence[int]) -> Match:
-        """`match`, block by block."""
-        found: Match = []
-        current, seen = self._routed, -1
-        for depth, block_hash in enumerate(hashes):
-            block = self._blocks.get(block_hash)
-            holders = block.holders if block is not None else 0
-            if holders is seen:
-                continue
-            seen = holders
-            if current & ~holders:
-                if depth:
-                    found.append((depth, current & ~holders))
-                current &= holders
-                if not current:
-                    return found
-        found.append((len(hashes), current))
-        return found
-
-    def _owners_of(self, lanes: int) -> Iterator[Holder]:
-        bits = f"{lanes:b}"
-        last = len(bits) - 1
-        position = bits.find("1")
-        while position >= 0:
-            owner = self._owners[last - position]
-            if owner is not None:
-                yield owner
-            position = bits.find("1", position + 1)
+    def _named(self, lanes: int) -> Sequence[str]:
+        if lanes.bit_count() <= FEW:
+            digits, names, at = f"{lanes:x}"[::-1], [], -1
+            while (at := digits.find("1", at + 1)) >= 0:
+                names.append(self._names[at])
+            return names
+        known = self._named_before.get(lanes)
+        if known is None:
+            if len(self._named_before) >= MOST_REMEMBERED:
+                self._named_before.clear()
+            digits = f"{lanes:x}"[::-1]
+            known = tuple(compress(self._names, digits.encode().translate(_DIGITS)))
+            self._named_before[lanes] = known
+        return known
 
     # Keeping house
 
-    def _new_lane(self, holder: Holder, tier: Tier) -> int:
-        if self._free:
-            number = self._free.pop()
-            self._owners[number] = holder
-        else:
-            number = len(self._owners)
-            self._owners.append(holder)
-        lane = holder._lanes[tier] = 1 << number
-        if tier is Tier.DEVICE:
-            self._device |= lane
+    def _bit(self, holder: Holder, tier: Tier) -> int:
+        lane = holder._lane
+        if not lane:
+            self._named_before.clear()
+            if self._free:
+                number = self._free.pop()
+                self._owners[number], self._names[number] = holder, holder.name
+            else:
+                number = len(self._owners)
+                self._owners.append(holder)
+                self._names.append(holder.name)
+            lane = holder._lane = 1 << 4 * number
             if holder.routed:
                 self._routed |= lane
-        return lane
+        if tier is Tier.DEVICE:
+            return lane
+        self._tiered |= lane
+        return lane * _BITS[tier]
 
-    def _placeholder(self, block_hash: int) -> _Block:
-        block = self._blocks[block_hash] = _Block(block_hash)
-        return block
+    def _swept(self, block: int) -> Run | None:
+        """The block's run, without the bits that are being swept: only such a run may be split."""
+        run = self.runs.by_hash.get(block)
+        if self._sweeping and run is not None and run.holders & self._sweeping:
+            self.runs.change(run, 0, len(run.hashes), run.holders & ~self._sweeping)
+            run = self.runs.by_hash.get(block)
+        return run
 
-    def _set_holders(self, block: _Block, holders: int) -> None:
-        """Fewer than before; a block that neither is held nor has children goes, and so on up the chain."""
-        block.holders = self._interned.setdefault(holders, holders)
-        if self._seams and block.hash in self._seams and not self._is_seam(block):
-            self._seams.discard(block.hash)
-        while not block.holders and block.children is None:
-            del self._blocks[block.hash]
-            if block.parent is None:
-                return
-            parent = self._blocks[block.parent]
-            if isinstance(parent.children, set):
-                parent.children.discard(block.hash)
-                if not parent.children:
-                    parent.children = None
-            else:
-                parent.children = None
-            block = parent
+    def _end_of_new(self, hashes: Sequence[int], at: int) -> int:
+        """Where the blocks end that are not known yet, nor here twice."""
+        by_hash = self.runs.by_hash
+        if by_hash.keys().isdisjoint(hashes) and len(set(hashes)) == len(hashes):
+            return len(hashes)
+        new: set[int] = set()
+        for stop in range(at, len(hashes)):
+            block = hashes[stop]
+            if block in by_hash or block in new:
+                return stop
+            new.add(block)
+        return len(hashes)
 
-    def _is_seam(self, block: _Block) -> bool:
-        if block.parent is None:
-            return False
-        return block.holders & self._device & ~self._blocks[block.parent].holders != 0
+    def _make_room(self, count: int) -> None:
+        by_hash, runs = self.runs.by_hash, self.runs.all
+        steps = HAND_STEPS
+        while runs and len(by_hash) + count > self._max_blocks:
+            self._hand %= len(runs)
+            run = runs[self._hand]
+            if run.used and steps:
+                run.used = False
+                self._hand += 1
+                steps -= 1
+                continue
+            self._forget_run(self._last_of(run))
+            steps = HAND_STEPS
 
-    def _mend(self, hashes: Iterable[int]) -> None:
-        """Looks again at the seams that newly stored blocks may have closed: their own and their children's."""
-        for block_hash in hashes:
-            block = self._blocks[block_hash]
-            for near in (block_hash, *_children(block)):
-                if near in self._seams and not self._is_seam(self._blocks[near]):
-                    self._seams.discard(near)
+    def _last_of(self, run: Run) -> Run:
+        """The end of its chain, as far as one not used leads on."""
+        for _ in range(HAND_STEPS):
+            following = None if run.next is None else self.runs.by_hash.get(run.next)
+            if following is None or following.used:
+                break
+            run = following
+        return run
 
-    def _sweep(self, budget: int) -> None:
-        """Takes closed holders' bits out of up to `budget` blocks; lanes are used again after a whole round."""
-        if not self._sweeping:
-            self._sweeping, self._dead = self._dead, 0
-            self._sweep_left = list(self._blocks)
-        keep = ~self._sweeping
-        left = self._sweep_left
-        for _ in range(min(budget, len(left))):
-            block = self._blocks.get(left.pop())
-            if block is not None:
-                self._set_holders(block, block.holders & keep)
-        if not left:
-            lanes = self._sweeping
-            self._sweeping = 0
-            while lanes:
-                number = lanes.bit_length() - 1
-                self._free.append(number)
-                lanes ^= 1 << number
+    def _forget_run(self, run: Run) -> None:
+        checksum, count = reduce(xor, run.hashes), len(run.hashes)
+        self.forgotten += count
+        for holder in self.holders(run.holders):
+            tiers = holder.tiers_in(run.holders).bit_count()
+            self._forget(holder, tiers * count, checksum if tiers & 1 else 0)
+        self.runs.drop(run)
 
-
-def _children(block: _Block) -> Iterable[int]:
-    children = block.children
-    if children is None:
-        return ()
-    return children if isinstance(children, set) else (children,)
+    @staticmethod
+    def _forget(holder: Holder, count: int, checksum: int) -> None:
+        holder.forgotten += count
+        holder.forgotten_xor ^= checksum
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)
+def _common(run: Run, start: int, hashes: Sequence[int], at: int) -> int:
+    """How many blocks of `hashes` from `at` are those of the run from `start`."""
+    count = min(len(run.hashes) - start, len(hashes) - at)
+    mine, theirs = run.hashes[start : start + count], chain(hashes[at : at + count])
+    if mine == theirs:
+        return count
+    return next(position for position in range(count) if mine[position] != theirs[position])
+
+
+def _leaves(run: Run, hashes: Sequence[int], at: int, stop: int, get: Callable[[int], Run | None]) -> int:
+    """The first of `hashes` after `at`, where the run is met, that is not in it; the one before `stop` is not."""
+    high = stop - 1
+    while high - at > 1:
+        middle = (at + high) >> 1
+        if get(hashes[middle]) is run:
+            at = middle
+        else:
+            high = middle
+    return high

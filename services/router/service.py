@@ -45,7 +45,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._log = get_logger(__name__)
-        self._index = KvIndex()
+        self._index = KvIndex(settings.index_max_blocks)
         self._roster = Roster()
         self._book = Book(settings.placement_ttl_s)
         self._predictions = Predictions()
@@ -139,6 +139,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         )
         response = self._response(decision, explain=explain)
         metrics.decided(decision, time.perf_counter() - began)
+        waiting = self._ingest.waiting if self._ingest is not None else ()
+        if waiting and any(worker.instance_id in waiting for worker in decision.pool.workers):
+            metrics.cold.inc()
         return response
 
     async def Report(  # noqa: N802
@@ -164,18 +167,19 @@ class RouterService(router_pb2_grpc.RouterServicer):
         context: grpc.aio.ServicerContext[router_pb2.GetIndexRequest, AsyncIterator[router_pb2.WorkerBlocks]],
     ) -> AsyncIterator[router_pb2.WorkerBlocks]:
         """Shows the index. Scans all of it for each worker."""
-        followers = dict(self._ingest.followers) if self._ingest is not None else {}
-        if request.instance_id and request.instance_id not in followers:
-            raise NotFound(f"no worker {request.instance_id!r} is followed", param="instance_id")
-        for instance_id, follower in followers.items():
-            if request.instance_id in ("", instance_id):
-                yield router_pb2.WorkerBlocks(
-                    instance_id=instance_id,
-                    epoch=follower.epoch,
-                    seq=follower.seq,
-                    hashes=self._index.blocks(follower.holder),
-                    stale=follower.gap is not None,
-                )
+        followers = self._ingest.followers if self._ingest is not None else []
+        if request.instance_id:
+            followers = [one for one in followers if one.instance_id == request.instance_id]
+            if not followers:
+                raise NotFound(f"no worker {request.instance_id!r} is followed", param="instance_id")
+        for follower in followers:
+            yield router_pb2.WorkerBlocks(
+                instance_id=follower.instance_id,
+                epoch=follower.epoch,
+                seq=follower.seq,
+                hashes=self._index.blocks(follower.holder),
+                stale=follower.gap is not None,
+            )
 
     async def ConfirmDraining(  # noqa: N802
         self,
@@ -254,6 +258,11 @@ class _Metrics:
         decisions = Counter("tokenmill_router_decisions", "Requests placed", ["policy", "remote"], registry=registry)
         self._remote = decisions.labels(policy, "true")
         self._local = decisions.labels(policy, "false")
+        self.cold = Counter(
+            "tokenmill_router_cold_decisions",
+            "Requests placed while the picture of a worker of their model waited for a snapshot",
+            registry=registry,
+        )
         self._seconds = Histogram(
             "tokenmill_router_schedule_seconds",
             "Time to place a request",

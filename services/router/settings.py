@@ -18,6 +18,11 @@ class RouterSettings:
     remote_prefill_min_tokens: int = setting(
         0, "prompts with more uncached tokens than this are prefilled by a prefill worker; 0: all prompts", minimum=0
     )
+    index_max_blocks: int = setting(
+        10_000_000,
+        "KV blocks of all workers to know of, at about 100 bytes each; past it those matched longest ago are forgotten",
+        minimum=1,
+    )
     placement_ttl_s: float = setting(
         120.0, "a placement of which no report comes is forgotten after this long, seconds", minimum=1
     )

@@ -12,7 +12,7 @@ from controlplane import kv_wire
 from controlplane.kv_publisher import MAX_BATCH_HASHES, KvPublisher, KvSourceServicer
 from engines.base import LoadSnapshot
 from kvcache.events import Cleared, KvEventBatch, Removed, Stored, Tier
-from kvcache.load import LoadReport
+from kvcache.load import KvCheck, LoadReport
 from tokenmill.kv.v1 import kv_pb2
 
 U64 = st.integers(0, 2**64 - 1)
@@ -56,7 +56,16 @@ def test_a_batch_survives_the_wire(batch: KvEventBatch) -> None:
     assert kv_wire.batch_from_bytes(kv_wire.batch_to_bytes(batch)) == batch
 
 
-@given(st.builds(LoadReport, st.text(), U64, U64, U64, U64, running_requests=st.integers(0, 2**32 - 1)))
+CHECK = st.builds(KvCheck, st.integers(1, 7), U64, U64, U64)
+REPORT = st.builds(
+    LoadReport,
+    *(st.text(), U64, U64, U64, U64),
+    running_requests=st.integers(0, 2**32 - 1),
+    other_ranks=st.lists(CHECK, max_size=2).map(tuple),
+)
+
+
+@given(REPORT)
 def test_a_load_report_survives_the_wire(report: LoadReport) -> None:
     assert kv_wire.load_from_bytes(kv_wire.load_to_bytes(report)) == report
 
@@ -118,3 +127,17 @@ async def test_a_snapshot_states_its_number_parents_and_tiers_and_does_so_when_e
     assert (device.seq, list(device.hashes), list(device.parents)) == (2, [1, 2], [0, 1])
     assert (host.seq, host.tier, list(host.hashes), list(host.parents)) == (2, kv_pb2.TIER_HOST, [3], [2])
     publisher.close()
+
+
+async def test_each_rank_numbers_its_own_events_and_is_checked_and_shown_by_itself(
+    outbox: Outbox, publisher: KvPublisher
+) -> None:
+    publisher.events([Stored(None, (1,))])
+    publisher.events([Stored(None, (1, 2))], dp_rank=1)
+    publisher.load_report(LoadSnapshot())
+    assert [(b.dp_rank, b.first_seq, b.events) for b in outbox.batches] == [
+        (0, 1, (Stored(None, (1,)),)),
+        (1, 1, (Stored(None, (1, 2)),)),
+    ]
+    assert outbox.loads[0].checks == (KvCheck(0, 1, 1, 1), KvCheck(1, 1, 3, 2))
+    assert [(p.dp_rank, p.seq, list(p.hashes)) for p in publisher.snapshot_parts()] == [(0, 1, [1]), (1, 1, [1, 2])]

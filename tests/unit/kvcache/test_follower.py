@@ -12,7 +12,8 @@ from kvcache.events import Cleared, KvEvent, KvEventBatch, Removed, Stored, Tier
 from kvcache.follower import Follower, Gap
 from kvcache.holdings import Holdings
 from kvcache.index import KvIndex
-from kvcache.load import LoadReport
+from kvcache.integrity import check_integrity
+from kvcache.load import KvCheck
 
 
 class Worker:
@@ -29,8 +30,8 @@ class Worker:
         self.seq += len(news)
         return batch
 
-    def report(self) -> LoadReport:
-        return LoadReport("w", self.epoch, self.seq, self.holdings.xor, self.holdings.count)
+    def report(self) -> tuple[int, KvCheck]:
+        return self.epoch, KvCheck(0, self.seq, self.holdings.xor, self.holdings.count)
 
     def restart(self) -> None:
         self.__init__(self.epoch + 1)  # type: ignore[misc]
@@ -69,7 +70,7 @@ def assert_true(follower: Follower, index: KvIndex, worker: Worker) -> None:
     assert (follower.epoch, follower.seq) == (worker.epoch, worker.seq)
     for tier in Tier:
         assert set(index.blocks(follower.holder, tier)) == set(worker.holdings.hashes(tier))
-    index.check_integrity([follower.holder])
+    check_integrity(index)
 
 
 def test_events_in_order_are_applied(follower: Follower, index: KvIndex, worker: Worker) -> None:
@@ -127,9 +128,9 @@ def test_a_lost_last_message_is_noticed_by_the_second_report(
     follower: Follower, index: KvIndex, worker: Worker
 ) -> None:
     worker.say(Stored(None, (1,)))  # lost
-    follower.on_report(worker.report())
+    follower.on_check(*worker.report())
     assert follower.gap is None  # it may still be on its way
-    follower.on_report(worker.report())
+    follower.on_check(*worker.report())
     assert follower.gap is Gap.BEHIND
     assert mend(follower, worker)
     assert_true(follower, index, worker)
@@ -138,16 +139,16 @@ def test_a_lost_last_message_is_noticed_by_the_second_report(
 def test_a_report_that_overtakes_its_events_is_no_gap(follower: Follower, index: KvIndex, worker: Worker) -> None:
     batch = worker.say(Stored(None, (1,)))
     report = worker.report()
-    follower.on_report(report)
+    follower.on_check(*report)
     follower.on_batch(batch)
-    follower.on_report(worker.report())
+    follower.on_check(*worker.report())
     assert_true(follower, index, worker)
 
 
 def test_the_same_number_with_other_blocks_is_a_gap(follower: Follower, index: KvIndex, worker: Worker) -> None:
     batch = worker.say(Stored(None, (1,)))
     follower.on_batch(KvEventBatch("w", 1, batch.first_seq, (Stored(None, (9,)),)))
-    follower.on_report(worker.report())
+    follower.on_check(*worker.report())
     assert follower.gap is Gap.CHECKSUM
     assert mend(follower, worker)
     assert_true(follower, index, worker)
@@ -162,14 +163,14 @@ def test_a_new_epoch_forgets_the_old_one_and_old_messages_are_void(
     worker.restart()
     follower.on_batch(worker.say(Stored(None, (2,))))
     follower.on_batch(old)
-    follower.on_report(report)
+    follower.on_check(*report)
     assert_true(follower, index, worker)
 
 
 def test_a_new_epoch_is_learnt_from_a_report_too(follower: Follower, index: KvIndex, worker: Worker) -> None:
     follower.on_batch(worker.say(Stored(None, (1,))))
     worker.restart()
-    follower.on_report(worker.report())
+    follower.on_check(*worker.report())
     assert_true(follower, index, worker)
 
 
@@ -239,11 +240,11 @@ def test_whatever_the_bus_does_two_reports_and_a_snapshot_make_the_picture_true(
             if chance.random() < 0.8:  # else it is lost
                 follower.on_batch(batch)
         if chance.random() < 0.3:
-            follower.on_report(worker.report())
+            follower.on_check(*worker.report())
         if follower.gap and chance.random() < 0.3:
             mend(follower, worker)
-    follower.on_report(worker.report())
-    follower.on_report(worker.report())
+    follower.on_check(*worker.report())
+    follower.on_check(*worker.report())
     if follower.gap:
         assert mend(follower, worker)
     assert_true(follower, index, worker)

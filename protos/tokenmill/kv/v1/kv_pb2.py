@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tokenmill/kv/v1/kv.proto\x12\x0ftokenmill.kv.v1\"]\n\x06Stored\x12\x13\n\x06parent\x18\x01 \x01(\x06H\x00\x88\x01\x01\x12\x0e\n\x06hashes\x18\x02 \x03(\x06\x12#\n\x04tier\x18\x03 \x01(\x0e\x32\x15.tokenmill.kv.v1.TierB\t\n\x07_parent\">\n\x07Removed\x12\x0e\n\x06hashes\x18\x01 \x03(\x06\x12#\n\x04tier\x18\x02 \x01(\x0e\x32\x15.tokenmill.kv.v1.Tier\"\t\n\x07\x43leared\"\x97\x01\n\x07KvEvent\x12)\n\x06stored\x18\x01 \x01(\x0b\x32\x17.tokenmill.kv.v1.StoredH\x00\x12+\n\x07removed\x18\x02 \x01(\x0b\x32\x18.tokenmill.kv.v1.RemovedH\x00\x12+\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x18.tokenmill.kv.v1.ClearedH\x00\x42\x07\n\x05\x65vent\"\x80\x01\n\x0cKvEventBatch\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\x11\n\tfirst_seq\x18\x04 \x01(\x04\x12(\n\x06\x65vents\x18\x05 \x03(\x0b\x32\x18.tokenmill.kv.v1.KvEvent\"\xac\x02\n\nLoadReport\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08last_seq\x18\x03 \x01(\x04\x12\x10\n\x08held_xor\x18\x04 \x01(\x06\x12\x13\n\x0bheld_blocks\x18\x05 \x01(\x04\x12\x18\n\x10running_requests\x18\x06 \x01(\r\x12\x18\n\x10waiting_requests\x18\x07 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x08 \x01(\x04\x12\x16\n\x0ekv_used_blocks\x18\t \x01(\x04\x12\x17\n\x0fkv_total_blocks\x18\n \x01(\x04\x12\x18\n\x10kv_leased_blocks\x18\x0b \x01(\x04\x12\x14\n\x0cstep_time_us\x18\x0c \x01(\r\x12\r\n\x05steps\x18\r \x01(\x04\"\x16\n\x14GetKvSnapshotRequest\"\x87\x01\n\x0eKvSnapshotPart\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12#\n\x04tier\x18\x04 \x01(\x0e\x32\x15.tokenmill.kv.v1.Tier\x12\x0e\n\x06hashes\x18\x05 \x03(\x06\x12\x0f\n\x07parents\x18\x06 \x03(\x06*Z\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\r\n\tTIER_DISK\x10\x03\x12\r\n\tTIER_PEER\x10\x04\x32\x65\n\x08KvSource\x12Y\n\rGetKvSnapshot\x12%.tokenmill.kv.v1.GetKvSnapshotRequest\x1a\x1f.tokenmill.kv.v1.KvSnapshotPart0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tokenmill/kv/v1/kv.proto\x12\x0ftokenmill.kv.v1\"]\n\x06Stored\x12\x13\n\x06parent\x18\x01 \x01(\x06H\x00\x88\x01\x01\x12\x0e\n\x06hashes\x18\x02 \x03(\x06\x12#\n\x04tier\x18\x03 \x01(\x0e\x32\x15.tokenmill.kv.v1.TierB\t\n\x07_parent\">\n\x07Removed\x12\x0e\n\x06hashes\x18\x01 \x03(\x06\x12#\n\x04tier\x18\x02 \x01(\x0e\x32\x15.tokenmill.kv.v1.Tier\"\t\n\x07\x43leared\"\x97\x01\n\x07KvEvent\x12)\n\x06stored\x18\x01 \x01(\x0b\x32\x17.tokenmill.kv.v1.StoredH\x00\x12+\n\x07removed\x18\x02 \x01(\x0b\x32\x18.tokenmill.kv.v1.RemovedH\x00\x12+\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x18.tokenmill.kv.v1.ClearedH\x00\x42\x07\n\x05\x65vent\"\x80\x01\n\x0cKvEventBatch\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\x11\n\tfirst_seq\x18\x04 \x01(\x04\x12(\n\x06\x65vents\x18\x05 \x03(\x0b\x32\x18.tokenmill.kv.v1.KvEvent\"S\n\x07KvCheck\x12\x0f\n\x07\x64p_rank\x18\x01 \x01(\r\x12\x10\n\x08last_seq\x18\x02 \x01(\x04\x12\x10\n\x08held_xor\x18\x03 \x01(\x06\x12\x13\n\x0bheld_blocks\x18\x04 \x01(\x04\"\xdb\x02\n\nLoadReport\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08last_seq\x18\x03 \x01(\x04\x12\x10\n\x08held_xor\x18\x04 \x01(\x06\x12\x13\n\x0bheld_blocks\x18\x05 \x01(\x04\x12\x18\n\x10running_requests\x18\x06 \x01(\r\x12\x18\n\x10waiting_requests\x18\x07 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x08 \x01(\x04\x12\x16\n\x0ekv_used_blocks\x18\t \x01(\x04\x12\x17\n\x0fkv_total_blocks\x18\n \x01(\x04\x12\x18\n\x10kv_leased_blocks\x18\x0b \x01(\x04\x12\x14\n\x0cstep_time_us\x18\x0c \x01(\r\x12\r\n\x05steps\x18\r \x01(\x04\x12-\n\x0bother_ranks\x18\x0e \x03(\x0b\x32\x18.tokenmill.kv.v1.KvCheck\"\x16\n\x14GetKvSnapshotRequest\"\x98\x01\n\x0eKvSnapshotPart\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12#\n\x04tier\x18\x04 \x01(\x0e\x32\x15.tokenmill.kv.v1.Tier\x12\x0e\n\x06hashes\x18\x05 \x03(\x06\x12\x0f\n\x07parents\x18\x06 \x03(\x06\x12\x0f\n\x07\x64p_rank\x18\x07 \x01(\r*Z\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bTIER_DEVICE\x10\x01\x12\r\n\tTIER_HOST\x10\x02\x12\r\n\tTIER_DISK\x10\x03\x12\r\n\tTIER_PEER\x10\x04\x32\x65\n\x08KvSource\x12Y\n\rGetKvSnapshot\x12%.tokenmill.kv.v1.GetKvSnapshotRequest\x1a\x1f.tokenmill.kv.v1.KvSnapshotPart0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tokenmill.kv.v1.kv_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TIER']._serialized_start=965
-  _globals['_TIER']._serialized_end=1055
+  _globals['_TIER']._serialized_start=1114
+  _globals['_TIER']._serialized_end=1204
   _globals['_STORED']._serialized_start=45
   _globals['_STORED']._serialized_end=138
   _globals['_REMOVED']._serialized_start=140
@@ -43,12 +43,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVEVENT']._serialized_end=367
   _globals['_KVEVENTBATCH']._serialized_start=370
   _globals['_KVEVENTBATCH']._serialized_end=498
-  _globals['_LOADREPORT']._serialized_start=501
-  _globals['_LOADREPORT']._serialized_end=801
-  _globals['_GETKVSNAPSHOTREQUEST']._serialized_start=803
-  _globals['_GETKVSNAPSHOTREQUEST']._serialized_end=825
-  _globals['_KVSNAPSHOTPART']._serialized_start=828
-  _globals['_KVSNAPSHOTPART']._serialized_end=963
-  _globals['_KVSOURCE']._serialized_start=1057
-  _globals['_KVSOURCE']._serialized_end=1158
+  _globals['_KVCHECK']._serialized_start=500
+  _globals['_KVCHECK']._serialized_end=583
+  _globals['_LOADREPORT']._serialized_start=586
+  _globals['_LOADREPORT']._serialized_end=933
+  _globals['_GETKVSNAPSHOTREQUEST']._serialized_start=935
+  _globals['_GETKVSNAPSHOTREQUEST']._serialized_end=957
+  _globals['_KVSNAPSHOTPART']._serialized_start=960
+  _globals['_KVSNAPSHOTPART']._serialized_end=1112
+  _globals['_KVSOURCE']._serialized_start=1206
+  _globals['_KVSOURCE']._serialized_end=1307
 # @@protoc_insertion_point(module_scope)

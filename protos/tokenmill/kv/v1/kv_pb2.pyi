@@ -100,7 +100,7 @@ Global___Removed: _TypeAlias = Removed  # noqa: Y015
 
 @_typing.final
 class Cleared(_message.Message):
-    """Every block of the worker is gone."""
+    """Every block of the rank is gone, in all tiers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -147,8 +147,9 @@ Global___KvEvent: _TypeAlias = KvEvent  # noqa: Y015
 
 @_typing.final
 class KvEventBatch(_message.Message):
-    """Changes of the set of (hash, tier) a worker holds: a second copy of a block is no event, nor is the loss of one of two.
-    Subject: tokenmill.<deployment>.kv.<instance_id>. Events are numbered from 1 within (instance, epoch) without a hole.
+    """Changes of the set of (hash, tier) a rank holds: a second copy of a block is no event, nor is the loss of one of two.
+    Subject: tokenmill.<deployment>.kv.<instance_id>. Events are numbered from 1 within (instance, epoch, dp_rank) without
+    a hole.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -161,6 +162,7 @@ class KvEventBatch(_message.Message):
     instance_id: _builtins.str
     epoch: _builtins.int
     dp_rank: _builtins.int
+    """Data-parallel rank, from 0: each has an engine and a KV cache of its own."""
     first_seq: _builtins.int
     """Number of events[0]; events[i] has first_seq + i."""
     @_builtins.property
@@ -183,8 +185,41 @@ class KvEventBatch(_message.Message):
 Global___KvEventBatch: _TypeAlias = KvEventBatch  # noqa: Y015
 
 @_typing.final
+class KvCheck(_message.Message):
+    """What receivers check their picture of one rank against."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DP_RANK_FIELD_NUMBER: _builtins.int
+    LAST_SEQ_FIELD_NUMBER: _builtins.int
+    HELD_XOR_FIELD_NUMBER: _builtins.int
+    HELD_BLOCKS_FIELD_NUMBER: _builtins.int
+    dp_rank: _builtins.int
+    last_seq: _builtins.int
+    """As in LoadReport."""
+    held_xor: _builtins.int
+    held_blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        dp_rank: _builtins.int = ...,
+        last_seq: _builtins.int = ...,
+        held_xor: _builtins.int = ...,
+        held_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_rank", b"dp_rank", "held_blocks", b"held_blocks", "held_xor", b"held_xor", "last_seq", b"last_seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvCheck: _TypeAlias = KvCheck  # noqa: Y015
+
+@_typing.final
 class LoadReport(_message.Message):
-    """Subject: tokenmill.<deployment>.load.<instance_id>, each second and on large change."""
+    """The load is the instance's; the check (fields 3 to 5) is rank 0's.
+    Subject: tokenmill.<deployment>.load.<instance_id>, each second and on large change.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -201,6 +236,7 @@ class LoadReport(_message.Message):
     KV_LEASED_BLOCKS_FIELD_NUMBER: _builtins.int
     STEP_TIME_US_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    OTHER_RANKS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     epoch: _builtins.int
     last_seq: _builtins.int
@@ -221,6 +257,10 @@ class LoadReport(_message.Message):
     """Mean time of the engine's recent steps. 0: no step yet."""
     steps: _builtins.int
     """Steps since start: two equal reports in a row with running requests mean no progress."""
+    @_builtins.property
+    def other_ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvCheck]:
+        """The checks of ranks above 0."""
+
     def __init__(
         self,
         *,
@@ -237,10 +277,11 @@ class LoadReport(_message.Message):
         kv_leased_blocks: _builtins.int = ...,
         step_time_us: _builtins.int = ...,
         steps: _builtins.int = ...,
+        other_ranks: _abc.Iterable[Global___KvCheck] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "held_blocks", b"held_blocks", "held_xor", b"held_xor", "instance_id", b"instance_id", "kv_leased_blocks", b"kv_leased_blocks", "kv_total_blocks", b"kv_total_blocks", "kv_used_blocks", b"kv_used_blocks", "last_seq", b"last_seq", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "step_time_us", b"step_time_us", "steps", b"steps", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "held_blocks", b"held_blocks", "held_xor", b"held_xor", "instance_id", b"instance_id", "kv_leased_blocks", b"kv_leased_blocks", "kv_total_blocks", b"kv_total_blocks", "kv_used_blocks", b"kv_used_blocks", "last_seq", b"last_seq", "other_ranks", b"other_ranks", "queued_prefill_tokens", b"queued_prefill_tokens", "running_requests", b"running_requests", "step_time_us", b"step_time_us", "steps", b"steps", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -263,7 +304,7 @@ Global___GetKvSnapshotRequest: _TypeAlias = GetKvSnapshotRequest  # noqa: Y015
 
 @_typing.final
 class KvSnapshotPart(_message.Message):
-    """Streamed in parts; the picture is that after event `seq`. The receiver buffers events meanwhile and drops those with number <= seq."""
+    """Streamed in parts; each rank has one at least, and its picture is that after event `seq`. The receiver buffers events meanwhile and drops those with number <= seq."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -273,10 +314,12 @@ class KvSnapshotPart(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
     PARENTS_FIELD_NUMBER: _builtins.int
+    DP_RANK_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     epoch: _builtins.int
     seq: _builtins.int
     tier: Global___Tier.ValueType
+    dp_rank: _builtins.int
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -292,10 +335,11 @@ class KvSnapshotPart(_message.Message):
         tier: Global___Tier.ValueType = ...,
         hashes: _abc.Iterable[_builtins.int] | None = ...,
         parents: _abc.Iterable[_builtins.int] | None = ...,
+        dp_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hashes", b"hashes", "instance_id", b"instance_id", "parents", b"parents", "seq", b"seq", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_rank", b"dp_rank", "epoch", b"epoch", "hashes", b"hashes", "instance_id", b"instance_id", "parents", b"parents", "seq", b"seq", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
