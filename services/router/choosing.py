@@ -42,14 +42,18 @@ class Ask:
 class Chooser:
     """Compares; changes nothing but its chance."""
 
-    def __init__(self, policy: Policy, book: Book, timings: Timings, chance: random.Random) -> None:
+    def __init__(
+        self, policy: Policy, book: Book, timings: Timings, chance: random.Random, backlog: float = 0.0
+    ) -> None:
+        """`backlog`: requests that a worker may be given beyond those it runs, as a part of these."""
         self._policy = policy
+        self._backlog = backlog
         self._book = book
         self._timings = timings
         self._chance = chance
 
     def choose(self, job: Job, group: Group, ask: Ask) -> Candidate:
-        """The best of the group. Raises `NoRoom` where all are full and the request may wait.
+        """The best of the group. Raises `NoRoom` where all are full, their backlogs too, and the request may wait.
 
         Full is a worker with as many requests as it runs at a time, or with fewer KV blocks left than the request
         needs; an idle one never is. One with room is taken before any that is full, the session's own before others.
@@ -64,6 +68,8 @@ class Chooser:
         best = home if home >= 0 else self._best(candidates, range(len(scores)))
         if not _has_room(candidates, best):
             roomy = [at for at in range(len(scores)) if _has_room(candidates, at)]
+            if not roomy and ask.may_wait and self._backlog:
+                roomy = [at for at in range(len(scores)) if _has_room(candidates, at, self._backlog)]
             if roomy:
                 best = self._best(candidates, roomy)
             elif ask.may_wait:
@@ -91,10 +97,10 @@ class Chooser:
         return self._chance.choices(among, [math.exp((low - score) / scale) for score in scores])[0]
 
 
-def _has_room(candidates: Candidates, at: int) -> bool:
+def _has_room(candidates: Candidates, at: int, backlog: float = 0.0) -> bool:
     worker, requests = candidates.workers[at], candidates.requests[at]
     if not requests:
         return True
-    if worker.max_num_seqs and requests >= worker.max_num_seqs:
+    if worker.max_num_seqs and requests >= worker.max_num_seqs * (1 + backlog):
         return False
     return not worker.total_blocks or candidates.kv_blocks[at] + candidates.needed[at] <= worker.total_blocks

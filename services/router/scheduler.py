@@ -40,6 +40,7 @@ class Scheduler:
         chance: random.Random,
         timings: Timings | None = None,
         sessions: Sessions | None = None,
+        worker_backlog: float = 0.0,
     ) -> None:
         self._policy = policy
         self._remote_prefill_min_tokens = remote_prefill_min_tokens
@@ -49,7 +50,7 @@ class Scheduler:
         self._predictions = predictions
         self._timings = timings or Timings()
         self._sessions = sessions or Sessions()
-        self._chooser = Chooser(policy, book, self._timings, chance)
+        self._chooser = Chooser(policy, book, self._timings, chance, worker_backlog)
 
     # Decisions
 

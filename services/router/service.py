@@ -22,6 +22,7 @@ from services.router.ingest import Ingest
 from services.router.placements import Book
 from services.router.policies import POLICIES, Parameters
 from services.router.predictions import Predictions
+from services.router.queues import Queues
 from services.router.scheduler import Request, Scheduler
 from services.router.settings import RouterSettings
 from services.router.workers import Roster
@@ -57,7 +58,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
             book=self._book,
             predictions=self._predictions,
             chance=random.Random(),
+            worker_backlog=settings.worker_backlog,
         )
+        self._queues: Queues | None = None
         self._ingest: Ingest | None = None
         self._metrics: _Metrics | None = None
         self._refused_pairs: set[tuple[str, str]] = set()
@@ -75,7 +78,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     async def start(self, host: Host) -> ModelCard | None:
         """Follows the workers; ready when the first picture is complete."""
-        self._metrics = _Metrics(host.registry, self._settings.policy, self._book)
+        settings = self._settings
+        self._metrics = _Metrics(host.registry, settings.policy, self._book)
+        self._queues = Queues(
+            self._scheduler,
+            max_requests=settings.queue_max_requests,
+            max_tokens=settings.queue_max_tokens,
+            registry=host.registry,
+        )
         self._ingest = Ingest(
             self._index,
             self,
@@ -92,19 +102,23 @@ class RouterService(router_pb2_grpc.RouterServicer):
         return None
 
     async def drain(self, timeout_s: float) -> None:
-        """Decides on until the frontends have turned to another router; if there is none, to the end of the time."""
-        began = time.monotonic()
-        until = min(began + QUIET_S, began + timeout_s)
+        """Decides on until the frontends have turned to another router and nobody waits for a turn.
+
+        If there is no other, to the end of the time.
+        """
+        end = time.monotonic() + timeout_s
+        until = min(time.monotonic() + QUIET_S, end)
         while until > time.monotonic():
             await asyncio.sleep(until - time.monotonic())
-            until = min(self._last_asked + QUIET_S, began + timeout_s)
+            quiet_from = time.monotonic() if self.unfinished() else self._last_asked
+            until = min(quiet_from + QUIET_S, end)
 
     async def resume(self) -> None:
         """It never stopped deciding."""
 
     def unfinished(self) -> int:
-        """A decision is made or refused at once."""
-        return 0
+        """Requests that wait for their turn."""
+        return len(self._queues) if self._queues is not None else 0
 
     async def stop(self) -> None:
         """The host ends the ingest."""
@@ -120,29 +134,29 @@ class RouterService(router_pb2_grpc.RouterServicer):
         request: router_pb2.ScheduleRequest,
         context: grpc.aio.ServicerContext[router_pb2.ScheduleRequest, Awaitable[router_pb2.ScheduleResponse]],
     ) -> router_pb2.ScheduleResponse:
-        """Places one request."""
+        """Places one request, at once or when it is its turn."""
         began = time.perf_counter()
         self._last_asked = time.monotonic()
-        metrics = self._metrics
-        if metrics is None:
+        metrics, queues = self._metrics, self._queues
+        if metrics is None or queues is None:
             raise Unavailable("the router is starting; try again", retry_after_s=1.0)
+        decision, waited_s = await queues.place(_request(request), context.time_remaining)
         explain = any(key == EXPLAIN_KEY and value == "1" for key, value in context.invocation_metadata() or ())
-        decision = self._scheduler.schedule(
-            Request(
-                request.request_id,
-                request.model,
-                request.block_hashes,
-                request.prompt_tokens,
-                request.excluded_instances,
-            ),
-            time.monotonic(),
-        )
-        response = self._response(decision, explain=explain)
-        metrics.decided(decision, time.perf_counter() - began)
+        response = self._response(decision, waited_s, explain=explain)
+        metrics.decided(decision, time.perf_counter() - began - waited_s)
         waiting = self._ingest.waiting if self._ingest is not None else ()
         if waiting and any(worker.instance_id in waiting for worker in decision.pool.workers):
             metrics.cold.inc()
         return response
+
+    async def IsWaiting(  # noqa: N802
+        self,
+        request: router_pb2.IsWaitingRequest,
+        context: grpc.aio.ServicerContext[router_pb2.IsWaitingRequest, Awaitable[router_pb2.IsWaitingResponse]],
+    ) -> router_pb2.IsWaitingResponse:
+        """Says whether a request has its place in the queue."""
+        waiting = self._queues is not None and self._queues.holds(request.request_id)
+        return router_pb2.IsWaitingResponse(waiting=waiting)
 
     async def Report(  # noqa: N802
         self,
@@ -159,6 +173,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                     self._scheduler.first_token(outcome.request_id, now, outcome.first_token.ttft_ms / 1000)
                 case "freed":
                     self._scheduler.freed(outcome.request_id)
+        self._wake()
         return router_pb2.ReportResponse()
 
     async def GetIndex(  # noqa: N802
@@ -224,16 +239,23 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._refused_pairs = set(pairs)
         if self._metrics is not None:
             self._metrics.incompatible_pairs.set(len(pairs))
+        self._wake()
 
     def on_load(self, report: LoadReport) -> None:
         """Corrects what is believed of a worker's load."""
         self._scheduler.report(report, time.monotonic())
+        self._wake()
 
     def on_forget(self, instance_id: str) -> None:
         """Nothing that was placed there runs any more."""
         self._scheduler.forget(instance_id)
 
-    def _response(self, decision: Decision, *, explain: bool) -> router_pb2.ScheduleResponse:
+    def _wake(self) -> None:
+        """A worker may have room now."""
+        if self._queues is not None:
+            self._queues.wake()
+
+    def _response(self, decision: Decision, waited_s: float, *, explain: bool) -> router_pb2.ScheduleResponse:
         response = router_pb2.ScheduleResponse(
             decode=_target(decision.decode),
             prefill=_target(decision.prefill) if decision.prefill is not None else None,
@@ -241,6 +263,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             policy=self._settings.policy,
             why=decision.why,
             predicted_ttft_ms=round(decision.predicted_ttft_s * 1000),
+            queue_wait_ms=round(waited_s * 1000),
         )
         if explain:
             response.candidates.extend(map(_explained, decision.compared()))
@@ -283,6 +306,27 @@ class _Metrics:
         self._held.inc(computes.held_blocks * computes.worker.format.block_size)
         self._uncached.inc(computes.uncached_tokens)
         self._seconds.observe(seconds)
+
+
+def _request(request: router_pb2.ScheduleRequest) -> Request:
+    return Request(
+        request.request_id,
+        request.model,
+        request.block_hashes[:],  # a list: much cheaper to go through again and again
+        request.prompt_tokens,
+        excluded=request.excluded_instances[:],
+        avoided=request.avoided_instances[:],
+        max_tokens=request.max_tokens,
+        priority=request.priority,
+        tenant=request.tenant,
+        lora=request.lora,
+        labels=dict(request.labels),
+        capabilities=request.capabilities[:],
+        session_id=request.session_id,
+        session_hard=request.session_hard,
+        pinned=request.pinned_instance,
+        timeout_s=request.timeout_ms / 1000,
+    )
 
 
 def _target(candidate: Candidate) -> router_pb2.Target:

@@ -26,3 +26,18 @@ class RouterSettings:
     placement_ttl_s: float = setting(
         120.0, "a placement of which no report comes is forgotten after this long, seconds", minimum=1
     )
+    queue_max_requests: int = setting(
+        1024,
+        "requests of one model that may wait at the router while every worker is full; 0: none, workers queue them",
+        minimum=0,
+        maximum=1_000_000,
+    )
+    queue_max_tokens: int = setting(
+        4_000_000, "uncached prompt tokens of the requests of one model that may wait at the router", minimum=1
+    )
+    worker_backlog: float = setting(
+        0.25,
+        "requests a worker is given beyond those it runs at a time, as a part of these, before any wait at the router",
+        minimum=0,
+        maximum=100,
+    )
