@@ -100,6 +100,11 @@ class KvPublisher:
         """Number of rank 0's last event, published or pending; 0: none yet in this epoch."""
         return self._ranks[0].seq
 
+    @property
+    def holdings(self) -> Holdings:
+        """What rank 0 holds now; read only."""
+        return self._ranks[0].holdings
+
     def events(self, events: Sequence[KvEvent], dp_rank: int = 0) -> None:
         """Takes the events of one rank's engine, in order; they are out within `FLUSH_AFTER_S`."""
         rank = self._ranks.get(dp_rank)
