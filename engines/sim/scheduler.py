@@ -330,8 +330,8 @@ class Scheduler:
         for sequence in running:
             computed = sequence.computed
             length = sequence.length
-            if length - computed != 1 or not sequence.counted:
-                return None
+            if length - computed != 1 or length == sequence.prompt_tokens or not sequence.counted:
+                return None  # the last token of a prompt gives a first token, which somebody waits for
             room = min(len(sequence.blocks), computed // size + 1) * size - computed - 1
             left = sequence.end_at - length - 1
             if left < room:
