@@ -17,7 +17,6 @@ from controlplane.errors import (
     Overloaded,
     TokenmillError,
     Unauthenticated,
-    Unavailable,
 )
 from services.frontend.answer import Answer, Listener
 from services.frontend.dispatch import Dispatcher
@@ -27,6 +26,7 @@ from services.frontend.metrics import FrontendMetrics
 from services.frontend.models import Models, ServedModel
 from services.frontend.openai_errors import ContextLengthExceeded
 from services.frontend.openai_requests import Options
+from services.frontend.routing import key_tenant
 from services.frontend.settings import FrontendSettings
 from services.frontend.stage import Stage
 
@@ -55,11 +55,15 @@ class FrontDoor:
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
+        """Load balancers are told to send nobody here."""
 
-    def authenticate(self, authorization: str) -> None:
-        """Holds an Authorization header against the keys, if any are set. Raises `Unauthenticated`."""
+    def authenticate(self, authorization: str) -> str:
+        """Holds an Authorization header against the keys; returns the key's tenant. Raises `Unauthenticated`.
+
+        Without keys everybody may come in, and the tenant is empty.
+        """
         if not self._keys:
-            return
+            return ""
         scheme, _, key = authorization.partition(" ")
         if not key:
             raise Unauthenticated(
@@ -70,6 +74,7 @@ class FrontDoor:
         known = [hmac.compare_digest(sent, one) for one in self._keys]
         if scheme.lower() != "bearer" or not any(known):
             raise Unauthenticated("Incorrect API key provided; check the key", param="authorization")
+        return key_tenant(sent)
 
     @staticmethod
     def trace_id(given: str) -> str:
@@ -88,9 +93,10 @@ class FrontDoor:
         return arrived_at + min([self.settings.request_timeout_s, *given])
 
     def check_room(self, answers: int = 1) -> None:
-        """Raises `Overloaded` without room for so many answers, or `Unavailable` while draining."""
-        if self.draining:
-            raise Unavailable("this frontend is shutting down; try another", retry_after_s=_RETRY_AFTER_S)
+        """Raises `Overloaded` without room for so many answers.
+
+        Not while draining: who still finds the way here has not been told of another one yet.
+        """
         if self._running + answers > self.settings.max_concurrent_requests:
             raise Overloaded(
                 f"{self._running} answers are in the making, of {self.settings.max_concurrent_requests} there may be; "
@@ -118,15 +124,9 @@ class FrontDoor:
         """Answers in the making."""
         return self._running
 
-    async def drain(self, timeout_s: float) -> int:
-        """Lets nobody in and waits for those inside; returns how many were left when the time was over."""
-        self.draining = True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            pass
-        return self._running
+    async def empty(self) -> None:
+        """Waits until no answer is in the making."""
+        await self._idle.wait()
 
     async def chat(
         self,

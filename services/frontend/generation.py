@@ -75,7 +75,7 @@ def make_generations(
 ) -> list[Generation]:
     """`options.n` answers a prompt, `param` being the prompt's name. Raises `InvalidRequest` where the model cannot."""
     card = model.card
-    check_capabilities(options.sampling, options.priority, card.name, card.capabilities)
+    check_capabilities(options.sampling, options.routing.priority, card.name, card.capabilities)
     for token_id in options.sampling.stop_token_ids:
         if token_id >= card.vocab_size:
             raise InvalidRequest(
@@ -100,7 +100,7 @@ def make_generations(
                     prompt=prompt,
                     sampling=sampling,
                     stop=options.stop,
-                    routing=Routing(priority=options.priority),
+                    routing=options.routing,
                     deadline=deadline,
                 )
             )

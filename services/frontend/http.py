@@ -36,6 +36,7 @@ from services.frontend.openai_responses import (
     chat_body,
     completion_body,
 )
+from services.frontend.routing import Routing, read_routing
 from services.frontend.stage import Stage
 
 __all__ = ["HttpApi"]
@@ -73,7 +74,7 @@ class HttpApi:
             handler = self._route(exchange)
             exchange.request_id = self._door.trace_id(exchange.header(b"x-request-id"))
             if exchange.path.startswith("/v1/"):
-                self._door.authenticate(exchange.header(b"authorization"))
+                exchange.tenant = self._door.authenticate(exchange.header(b"authorization"))
             if exchange.method == "POST":
                 self._door.check_room()  # what cannot be served is not read either
             await handler(exchange)
@@ -142,10 +143,11 @@ class HttpApi:
                 response_id = f"cmpl-{generations[0].request_id}"
                 await self._answer(exchange, options, generations, response_id, CompletionEvents, completion_body)
 
-    async def _read(self, exchange: Exchange, held: HeldBody, read: Callable[[bytes], T]) -> tuple[T, float]:
+    async def _read(self, exchange: Exchange, held: HeldBody, read: Callable[[bytes, Routing], T]) -> tuple[T, float]:
         """The request, and when it must be over as far as its head says."""
         settings = self._door.settings
         deadline = self._door.deadline(exchange.arrived_at, _header_timeout_s(exchange))
+        routing = read_routing(lambda name: exchange.header(name.encode()), exchange.tenant)
         try:
             body = await exchange.body(
                 settings.max_body_mb << 20, held, patience_s=settings.read_timeout_s, deadline=deadline
@@ -153,7 +155,7 @@ class HttpApi:
         except ClientGone:
             self._door.count_cancelled(Stage.READING)
             raise
-        return await exchange.interruptibly(self._door.long_work.run(len(body), read, body)), deadline
+        return await exchange.interruptibly(self._door.long_work.run(len(body), read, body, routing)), deadline
 
     async def _answer(
         self,

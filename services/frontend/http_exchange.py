@@ -42,6 +42,8 @@ class Exchange:
         self.connection: Connection = scope["extensions"][CONNECTION]
         self.arrived_at = asyncio.get_running_loop().time()
         self.request_id = ""
+        self.tenant = ""
+        """Whose API key it has."""
         self.status = 0
         """Of the response, once it has begun."""
         self._headers: dict[bytes, bytes] = dict(scope["headers"])

@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -18,6 +19,7 @@ from services.frontend.fields import Fields
 from services.frontend.front_door import FrontDoor
 from services.frontend.generation import Generation
 from services.frontend.openai_requests import Options, check_message, read_stop
+from services.frontend.routing import Routing, read_routing
 from services.frontend.sampling import read_sampling
 from services.frontend.stage import Stage
 from services.frontend.tokenizer import Tokenizer
@@ -33,6 +35,14 @@ _MAX_UNREAD = 65_536
 """Tokens kept for a client that does not read."""
 _LAST_WRITES_S = 1.0
 """Time after a request's deadline for the client to take what is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What a call's metadata says."""
+
+    trace_id: str
+    routing: Routing
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -55,8 +65,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> None:
         """A completion of one prompt."""
-        with self._come_in("Generate", context) as trace_id, self._door.admit(1):
-            options, deadline = _options(request), self._check(request, context)
+        with self._come_in("Generate", context) as head, self._door.admit(1):
+            options, deadline = _options(request, head.routing), self._check(request, context)
             prompt: str | array[int]
             match request.WhichOneof("input"):
                 case "prompt":
@@ -65,22 +75,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     prompt = array("I", request.prompt_token_ids.ids)
                 case _:
                     raise InvalidRequest("neither prompt nor prompt_token_ids is set; set one", param="prompt")
-            generations = await self._door.complete(options, [prompt], trace_id, deadline)
+            generations = await self._door.complete(options, [prompt], head.trace_id, deadline)
             await self._respond(generations[0], context)
 
     async def Chat(  # type: ignore[override]  # noqa: N802
         self, request: inference_pb2.ChatRequest, context: Context
     ) -> None:
         """The assistant's next message."""
-        with self._come_in("Chat", context) as trace_id, self._door.admit(1):
-            options, deadline = _options(request), self._check(request, context)
+        with self._come_in("Chat", context) as head, self._door.admit(1):
+            options, deadline = _options(request, head.routing), self._check(request, context)
             if not request.messages:
                 raise InvalidRequest("messages is empty; send at least one", param="messages")
             messages = [
                 check_message({"role": message.role, "content": message.content}, f"messages[{i}]")
                 for i, message in enumerate(request.messages)
             ]
-            generations = await self._door.chat(options, messages, {}, trace_id, deadline)
+            generations = await self._door.chat(options, messages, {}, head.trace_id, deadline)
             await self._respond(generations[0], context)
 
     async def ListModels(  # noqa: N802
@@ -101,13 +111,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             )
 
     @contextmanager
-    def _come_in(self, method: str, context: Context) -> Iterator[str]:
-        """The call's trace id, once its key was checked; counts the call by what came of it."""
+    def _come_in(self, method: str, context: Context) -> Iterator[_Head]:
+        """What its metadata says, once its key was checked; counts the call by what came of it."""
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         status = grpc.StatusCode.UNKNOWN
         try:
-            self._door.authenticate(metadata.get("authorization", ""))
-            yield self._door.trace_id(metadata.get("x-request-id", ""))
+            tenant = self._door.authenticate(metadata.get("authorization", ""))
+            routing = read_routing(lambda name: metadata.get(name, ""), tenant)
+            yield _Head(self._door.trace_id(metadata.get("x-request-id", "")), routing)
             status = grpc.StatusCode.OK
         except TokenmillError as error:
             status = error.status
@@ -216,7 +227,7 @@ class _Gathered:
         self._response = inference_pb2.GenerateResponse(request_id=self._id)
 
 
-def _options(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest) -> Options:
+def _options(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest, routing: Routing) -> Options:
     """The same ranges and refusals as over HTTP."""
     fields = Fields(_given(request.sampling), "sampling.")
     max_tokens = fields.integer("max_tokens", minimum=1, maximum=_MAX_TOKENS)
@@ -225,7 +236,7 @@ def _options(request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest)
         model=request.model,
         sampling=read_sampling(fields, max_tokens=max_tokens, logprobs=logprobs),
         stop=read_stop(Fields({"stop": list(request.stop)})),
-        priority=request.priority,
+        routing=routing.with_priority(request.priority or None),
     )
 
 

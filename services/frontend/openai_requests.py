@@ -15,6 +15,7 @@ import orjson
 from controlplane.errors import InvalidRequest, Unsupported
 from engines.base import MAX_LOGPROBS, SamplingParams
 from services.frontend.fields import Fields, shown
+from services.frontend.routing import ANYWHERE, LEAST_PRIORITY, MOST_PRIORITY, Routing
 from services.frontend.sampling import read_sampling
 
 __all__ = [
@@ -47,7 +48,7 @@ class Options:
     n: int = 1
     stream: bool = False
     include_usage: bool = False
-    priority: int = 0
+    routing: Routing = ANYWHERE
     timeout_s: float | None = None
 
 
@@ -68,7 +69,7 @@ class CompletionRequest:
     prompts: list[str | array[int]]
 
 
-def read_chat(body: bytes) -> ChatRequest:
+def read_chat(body: bytes, routing: Routing = ANYWHERE) -> ChatRequest:
     """Raises `InvalidRequest` or `Unsupported`, naming the field."""
     fields = _object(body)
     messages = _messages(fields)
@@ -93,13 +94,14 @@ def read_chat(body: bytes) -> ChatRequest:
     fields.ignore("parallel_tool_calls")
     options = _options(
         fields,
+        routing,
         max_tokens=older if newer is None else newer,
         logprobs=(top_logprobs or 0) if wants_logprobs else None,
     )
     return ChatRequest(options, messages, template_arguments)
 
 
-def read_completion(body: bytes) -> CompletionRequest:
+def read_completion(body: bytes, routing: Routing = ANYWHERE) -> CompletionRequest:
     """Raises `InvalidRequest` or `Unsupported`, naming the field."""
     fields = _object(body)
     prompts = _prompts(fields)
@@ -108,6 +110,7 @@ def read_completion(body: bytes) -> CompletionRequest:
     best_of = fields.integer("best_of", minimum=1, maximum=MAX_CHOICES)
     options = _options(
         fields,
+        routing,
         max_tokens=fields.integer("max_tokens", minimum=1, maximum=_MAX_TOKENS),
         logprobs=fields.integer("logprobs", minimum=0, maximum=MAX_LOGPROBS),
     )
@@ -150,7 +153,7 @@ def _object(body: bytes) -> Fields:
     return Fields(value)
 
 
-def _options(fields: Fields, *, max_tokens: int | None, logprobs: int | None) -> Options:
+def _options(fields: Fields, routing: Routing, *, max_tokens: int | None, logprobs: int | None) -> Options:
     """Reads what is left, then refuses what nobody knows."""
     stream = fields.boolean("stream")
     streaming = Fields(fields.object("stream_options"), "stream_options.")
@@ -169,7 +172,7 @@ def _options(fields: Fields, *, max_tokens: int | None, logprobs: int | None) ->
         n=fields.integer("n", minimum=1, maximum=MAX_CHOICES) or 1,
         stream=stream,
         include_usage=include_usage,
-        priority=fields.integer("priority", minimum=-(2**31), maximum=2**31 - 1) or 0,
+        routing=routing.with_priority(fields.integer("priority", minimum=LEAST_PRIORITY, maximum=MOST_PRIORITY)),
         timeout_s=fields.number("timeout_s", minimum=0, maximum=MAX_TIMEOUT_S, above=True),
     )
     fields.only("logit_bias", ({},), "token probabilities cannot be changed")

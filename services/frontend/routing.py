@@ -20,10 +20,10 @@ from hashlib import blake2b
 from controlplane.errors import InvalidRequest
 from services.frontend.fields import shown
 
-__all__ = ["Routing", "key_tenant", "read_routing"]
+__all__ = ["ANYWHERE", "Routing", "key_tenant", "read_routing"]
 
 PREFIX = "x-tokenmill-"
-MOST_PRIORITY = 2**31 - 1
+LEAST_PRIORITY, MOST_PRIORITY = -(2**31), 2**31 - 1
 MOST_LABELS = 16
 _NAME = re.compile(r"[A-Za-z0-9._:@/-]{1,128}")
 _LABEL = re.compile(r"([A-Za-z0-9._/-]{1,64})=([A-Za-z0-9._:@/-]{0,64})")
@@ -53,14 +53,18 @@ class Routing:
         """Whether this decode worker may serve it; what only a router knows left aside."""
         return self.worker in ("", instance_id) and self.labels.items() <= labels.items()
 
-    def with_body(self, priority: int | None, session: str | None) -> Routing:
-        """With what the request's body says of the same. Raises `InvalidRequest` where two priorities differ."""
+    def with_priority(self, priority: int | None) -> Routing:
+        """With what the request itself says. Raises `InvalidRequest` where the header differs."""
         if priority is not None and self.priority and priority != self.priority:
             raise InvalidRequest(
                 f"priority is {priority}, but the header {PREFIX}priority says {self.priority}; leave one out",
                 param="priority",
             )
-        return replace(self, priority=priority or self.priority, session=self.session or session or "")
+        return replace(self, priority=priority) if priority else self
+
+
+ANYWHERE = Routing()
+"""A request that says nothing of it."""
 
 
 def read_routing(header: Callable[[str], str], tenant: str) -> Routing:
@@ -90,8 +94,8 @@ def _priority(header: Callable[[str], str]) -> int:
     given = header(f"{PREFIX}priority").strip()
     if not given:
         return 0
-    if not re.fullmatch(r"[+-]?[0-9]{1,10}", given) or abs(int(given)) > MOST_PRIORITY:
-        raise _wrong("priority", given, f"must be a whole number between {-MOST_PRIORITY} and {MOST_PRIORITY}")
+    if not re.fullmatch(r"[+-]?[0-9]{1,10}", given) or not LEAST_PRIORITY <= int(given) <= MOST_PRIORITY:
+        raise _wrong("priority", given, f"must be a whole number between {LEAST_PRIORITY} and {MOST_PRIORITY}")
     return int(given)
 
 

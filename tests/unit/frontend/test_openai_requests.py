@@ -49,7 +49,7 @@ def test_every_sampling_field_and_extension_is_understood() -> None:
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (-1, 1.5, 1.2)
     assert (sampling.ignore_eos, sampling.stop_token_ids) == (True, (1, 2))
     assert (options.n, options.stop, options.stream, options.include_usage) == (3, ("a", "b"), True, True)
-    assert (options.priority, options.timeout_s) == (3, 1.5)
+    assert (options.routing.priority, options.timeout_s) == (3, 1.5)
     assert request.template_arguments == {"thinking": False}
 
 

@@ -70,10 +70,9 @@ def test_tenants_share_no_session() -> None:
     assert "chat" not in one.session_id
 
 
-def test_a_body_completes_what_the_headers_say() -> None:
-    assert read({}).with_body(5, "key") == Routing(priority=5, session="key")
-    named = read({"x-tokenmill-priority": "5", "x-tokenmill-session": "named"})
-    assert named.with_body(None, "key") == named
-    assert named.with_body(5, None) == named
+def test_a_priority_may_stand_in_the_body_or_in_the_header() -> None:
+    assert read({}).with_priority(5) == Routing(priority=5)
+    named = read({"x-tokenmill-priority": "5"})
+    assert named.with_priority(None) == named.with_priority(5) == named
     with pytest.raises(InvalidRequest, match="priority is 7, but the header x-tokenmill-priority says 5"):
-        named.with_body(7, None)
+        named.with_priority(7)
