@@ -8,7 +8,10 @@ from enum import StrEnum
 
 from cli.chaos.asks import Ask
 
-__all__ = ["End", "Expected", "Judgement", "Seen", "Verdict", "judge"]
+__all__ = ["LEAVING", "End", "Expected", "Judgement", "Seen", "Verdict", "judge"]
+
+
+LEAVING = "frontend that finishes what it has begun"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +73,13 @@ def judge(ask: Ask, expected: Expected, attempts: Sequence[Seen], disturbed: Col
     """Of a request's attempts, each on one frontend, the last decides; no text of any may be wrong.
 
     `disturbed`: the roles that a fault was at work on in its time. With any, it may be refused in the end; with
-    "frontend", the one that it asked may be gone.
+    "frontend", the one that it asked may be gone; with `LEAVING`, only for those who come too late.
     """
     for seen in attempts:
         if why := _text_fault(expected.text, seen.text):
             return Judgement(Verdict.WRONG, why)
-        if seen.end is End.FRONTEND_GONE and "frontend" not in disturbed:
+        excused = "frontend" in disturbed or (LEAVING in disturbed and not seen.text)
+        if seen.end is End.FRONTEND_GONE and not excused:
             return Judgement(Verdict.LOST, f"{seen.end}, by no fault of ours: {seen.why}")
     last = attempts[-1]
     match last.end:

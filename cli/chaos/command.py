@@ -8,9 +8,9 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cli.chaos.asks import LONG_ANSWERS, MIXED, Mix
@@ -59,13 +59,18 @@ class _Scenario:
     rate_s: float
     spacing_s: float
     network: bool = False
+    engine_faults: Mapping[str, str] = field(default_factory=lambda: {"prefill": "hang", "decode": "hang"})
 
 
+_WITH_BAD_KV = "kill-prefill,kill-decode,hang-up-clients"
 _SCENARIOS = {
     "mixed": _Scenario("*", MIXED, 8.0, 4.0, network=True),
     "decode-kill": _Scenario("kill-decode", LONG_ANSWERS, 6.0, 6.0),
     "router-kill": _Scenario("kill-router", MIXED, 8.0, 6.0),
     "etcd-away": _Scenario("away-etcd", MIXED, 8.0, 6.0),
+    "restarts": _Scenario("stop-*,drain-*", MIXED, 8.0, 6.0),
+    "corrupt-kv": _Scenario(_WITH_BAD_KV, MIXED, 8.0, 6.0, engine_faults={"prefill": "corrupt-block"}),
+    "late-kv": _Scenario(_WITH_BAD_KV, MIXED, 8.0, 6.0, engine_faults={"decode": "late-read"}),
 }
 
 
@@ -85,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stack.callback(folder.remove)
         plan = make_plan(loaded, engine.model, folder.path, os.environ)
         counts = {"router": arguments.routers, "frontend": arguments.frontends}
-        suite = Suite(plan, counts, folder.path, secrets.token_hex(3), network=scenario.network)
+        suite = Suite(plan, counts, scenario.engine_faults, folder.path, secrets.token_hex(3), network=scenario.network)
         leases_s = max(engine.kv_lease_s, loaded.get(RouterSettings).placement_ttl_s)
         faults = chosen(arguments.faults or scenario.faults, suite.roles)
         course = Course(

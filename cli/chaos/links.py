@@ -33,7 +33,7 @@ class Link:
     """Carries bytes from where it listens to a server. Connections live as long as both ends want, or until a reset."""
 
     def __init__(self, listen: Address, server: Address) -> None:
-        self._listen = listen
+        self.listens_at = listen
         self._server = server
         self._state = State.OPEN
         self._changed = asyncio.Event()
@@ -50,7 +50,7 @@ class Link:
             await self._stop_listening()
             self.reset()
         elif self._listener is None:
-            self._listener = await asyncio.start_server(self._accept, *self._listen)
+            self._listener = await asyncio.start_server(self._accept, *self.listens_at)
 
     def reset(self) -> None:
         """Breaks every open connection, as a lost machine's successor does."""

@@ -27,6 +27,9 @@ class Fault:
     network: bool = False
     """Needs a link of ours before each service, see `links.py`."""
 
+    gentle: bool = False
+    """Nobody may notice."""
+
     @property
     def name(self) -> str:
         """As --faults and the report have it."""
@@ -49,12 +52,16 @@ FAULTS = (
     *(Fault("reset", role) for role in _SERVERS),
     *(Fault("no-files", role, 4.0) for role in _SERVICES),
     *(Fault("disk-full", role, 4.0) for role in (*_SERVICES, "etcd")),
+    *(Fault("hang", role, 8.0, 4.0) for role in _WORKERS),
+    *(Fault("stop", role, gentle=True) for role in _SERVICES),
+    *(Fault("drain", role, 5.0, gentle=True) for role in _SERVICES),
     Fault("hang-up", "clients"),
     Fault("burst", "clients"),
 )
 """`away`: nobody listens there. `empty`: restarted without its data. `cut-off`: etcd and NATS are silent to this one
-part. `mute`: connections to it stay open and carry nothing. `no-files`: no further file descriptor. `hang-up`: all
-clients at once. `burst`: many new clients at once."""
+part. `mute`: connections to it stay open and carry nothing. `no-files`: no further file descriptor. `hang`: its engine
+makes no step. `stop`: SIGTERM. `drain`: undrained afterwards. `hang-up`: all clients at once. `burst`: many new
+clients at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +105,8 @@ def plan_round(
 ) -> list[Strike]:
     """Strikes in the order of their times, about `spacing_s` apart, some while the one before lasts.
 
-    Of each role that has two or more parts, one at least is well at any time, with time to recover in between.
+    No part is struck twice at once. Of each role that has two or more parts, one at least is well at any time, with
+    time to recover in between.
     """
     planned: list[Strike] = []
     at_s = choose.uniform(0.5, 1.5)
@@ -106,6 +114,7 @@ def plan_round(
         fault = choose.choice(faults)
         part = choose.choice(list(parts[fault.role]))
         lasts_s = choose.uniform(min(fault.shortest_s, fault.longest_s), fault.longest_s)
+        at_s = max([at_s, *(one.until_s for one in planned if one.part == part)])
         others = [one for one in planned if one.fault.role == fault.role and one.part != part]
         if len(parts[fault.role]) > 1 and others:
             at_s = max(at_s, max(one.until_s for one in others) + spacing_s)

@@ -61,6 +61,8 @@ class Report:
     leaks: Sequence[str]
     unrecovered: Sequence[str]
     rows: Sequence[FaultRow]
+    handoffs: Mapping[str, int]
+    """Of KV between workers, by outcome, as far as the workers that lived to the end know."""
     load_average: float
     """Of the machine, over the last minute of the run: figures of a busy machine say little."""
     counts: Counter[Verdict] = field(init=False)
@@ -86,6 +88,7 @@ class Report:
             **{str(verdict): self.counts[verdict] for verdict in Verdict},
             "leaked": len(self.leaks),
             "unrecovered": list(self.unrecovered),
+            "handoffs": dict(self.handoffs),
             "load_average": self.load_average,
             "findings": self.findings(),
             "faults": {row.name: _row_as_json(row) for row in self.rows},

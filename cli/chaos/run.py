@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from controlplane.errors import DeadlineExceeded
 __all__ = ["Course", "run"]
 
 _START_TIMEOUT_S = 300.0
+_HANDOFFS = "tokenmill_kv_handoffs_total "
 _POLL_S = 0.25
 _AFTER_LAST_STRIKE_S = 2.0
 
@@ -61,6 +63,7 @@ async def run(suite: Suite, course: Course, make_answers: Callable[[], Answers],
         load = Load(clients, asks(course.seed, course.mix), make_answers(), course.rate_s, disturbed)
         striker = Striker(suite, load, say)
         leaks = await _rounds(suite, course, load, striker, say)
+        handoffs = await _handoffs(suite)
         load_average = os.getloadavg()[0]
         say("stopping the suite")
     leaks += [f"process {pid} ({command[:120]}) is left" for pid, command in marked_processes(suite.mark).items()]
@@ -76,6 +79,7 @@ async def run(suite: Suite, course: Course, make_answers: Callable[[], Answers],
             (Happened(one.name, one.began, one.over or now, one.well, one.streams) for one in striker.struck),
             [Gap(*record.worst_gap) for record in load.records if record.ask.stream],
         ),
+        handoffs=handoffs,
         load_average=round(load_average, 2),
     )
 
@@ -123,6 +127,15 @@ def _service_roles(suite: Suite) -> set[str]:
 
 async def _all_metrics(suite: Suite, role: str) -> list[Mapping[str, float]]:
     return [await suite.metrics(part) for part in suite.parts if part.role == role]
+
+
+async def _handoffs(suite: Suite) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for metrics in await _all_metrics(suite, "decode"):
+        for name, value in metrics.items():
+            if name.startswith(_HANDOFFS) and value:
+                counts[name.removeprefix(_HANDOFFS)] += int(value)
+    return counts
 
 
 async def _left(suite: Suite, course: Course, baselines: Mapping[str, Baseline]) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
+from cli.chaos.checker import LEAVING
 from cli.chaos.links import Link, State
 from cli.chaos.load import Load
 from cli.chaos.plan import Strike
@@ -25,6 +26,8 @@ _RECOVERY_TIMEOUT_S = 90.0
 _AFTERMATH_S = 2.0
 """What a fault brought about may still be met so long after its part is well again: others must hear of it."""
 _BURST = 64
+_ENDING = ("kill", "empty", "stop")
+"""The process that was met ends; well is the one after it."""
 _LINK_STATES = {
     "away": State.SHUT,
     "cut-off": State.MUTE,
@@ -41,6 +44,7 @@ class Struck:
     name: str
     role: str
     part: str
+    gentle: bool
     began: float
     streams: int
     """Answers that were coming at that moment."""
@@ -66,19 +70,24 @@ class Striker:
 
     def disturbed(self, since: float, until: float) -> set[str]:
         """The roles that faults were at work on between these times."""
-        return {one.role for one in self.struck if one.at_work(since, until)}
+        return {
+            LEAVING if one.gentle and one.role == "frontend" else one.role
+            for one in self.struck
+            if one.at_work(since, until)
+        }
 
     async def strike(self, strike: Strike) -> None:
         """From the fault's beginning until its part is well again."""
         fault, part = strike.fault, strike.part
-        struck = Struck(fault.name, fault.role, part, time.monotonic(), self._load.streams())
+        struck = Struck(fault.name, fault.role, part, fault.gentle, time.monotonic(), self._load.streams())
+        pid = self._suite.supervisor.pid(part) if fault.action in _ENDING else 0
         self.struck.append(struck)
         self._say(f"{fault.name}: {part}" + (f" for {strike.lasts_s:.1f} s" if strike.lasts_s else ""))
         async with self._spoilt(fault.action, part):
             await asyncio.sleep(strike.lasts_s)
         struck.over = time.monotonic()
         try:
-            await self._suite.until_well(self._concerned(fault.role, part), _RECOVERY_TIMEOUT_S)
+            await self._suite.until_well(self._concerned(fault.role, part), _RECOVERY_TIMEOUT_S, {part: pid})
             struck.well = time.monotonic()
         except DeadlineExceeded as error:
             self.unrecovered.append(f"{fault.name} of {part}: {error.message}")
@@ -104,6 +113,21 @@ class Striker:
                     yield
                 finally:
                     _signal_group(pid, signal.SIGCONT)
+            case "hang":
+                pid = self._signal(part, signal.SIGUSR1)
+                try:
+                    yield
+                finally:
+                    _signal_group(pid, signal.SIGUSR2)
+            case "stop":
+                self._signal(part, signal.SIGTERM)
+                yield
+            case "drain":
+                await self._suite.drain(part)
+                try:
+                    yield
+                finally:
+                    await self._suite.undrain(part)
             case "no-files":
                 with self._limited(part, resource.RLIMIT_NOFILE):
                     yield

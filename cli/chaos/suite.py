@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 import grpc
@@ -21,7 +22,10 @@ from cli.up.plan import Plan
 from controlplane.child_process import ChildSpec
 from controlplane.embedded import free_port
 from controlplane.errors import DeadlineExceeded
-from controlplane.supervisor import RestartPolicy, Supervisor
+from controlplane.grpc_errors import from_rpc_error
+from controlplane.restart_policy import RestartPolicy
+from controlplane.supervisor import Supervisor
+from tokenmill.control.v1 import control_pb2, control_pb2_grpc
 
 __all__ = ["MARK", "Metrics", "Part", "Suite", "lay_out", "marked_processes"]
 
@@ -39,7 +43,7 @@ _LONGEST_RESTART_DELAY_S = 2.0
 _RECONNECT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 200))
 
 Metrics = Mapping[str, float]
-"""Of one process: the name -> its value, summed over labels."""
+"""Of one process: name -> its value, summed over labels; for those with an outcome, "name outcome" as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +68,13 @@ class Part:
         return f"http://{_HOST}:{self.http_port}"
 
 
-def lay_out(plan: Plan, counts: Mapping[str, int], mark: str) -> tuple[list[ChildSpec], list[Part], dict[str, int]]:
+def lay_out(
+    plan: Plan, counts: Mapping[str, int], engine_faults: Mapping[str, str], mark: str
+) -> tuple[list[ChildSpec], list[Part], dict[str, int]]:
     """The plan's processes, those of which there are to be `counts` repeated, with fixed ports.
 
-    Also the services among them, and link name -> the port it listens at: "etcd of decode-1".
+    `engine_faults`: role -> what its simulated engines can do wrong. Also the services among them, and link name ->
+    the port it listens at: "etcd of decode-1".
     """
     children, parts, links = [], [], dict[str, int]()
     for spec in plan.children:
@@ -85,6 +92,8 @@ def lay_out(plan: Plan, counts: Mapping[str, int], mark: str) -> tuple[list[Chil
                 "TOKENMILL_GRPC_PORT": str(part.grpc_port),
                 "TOKENMILL_METRICS_PORT": str(part.metrics_port),
             }
+            if role in engine_faults:
+                own["TOKENMILL_ENGINE_FAULT"] = engine_faults[role]
             if role == "frontend":
                 own["TOKENMILL_FRONTEND_HTTP_PORT"] = str(part.http_port)
             for server, variable, address in (
@@ -101,8 +110,17 @@ def lay_out(plan: Plan, counts: Mapping[str, int], mark: str) -> tuple[list[Chil
 class Suite:
     """An async context manager: inside it the deployment runs, after it nothing of it does."""
 
-    def __init__(self, plan: Plan, counts: Mapping[str, int], folder: Path, mark: str, *, network: bool) -> None:
-        specs, self.parts, ports = lay_out(plan, counts, mark)
+    def __init__(
+        self,
+        plan: Plan,
+        counts: Mapping[str, int],
+        engine_faults: Mapping[str, str],
+        folder: Path,
+        mark: str,
+        *,
+        network: bool,
+    ) -> None:
+        specs, self.parts, ports = lay_out(plan, counts, engine_faults, mark)
         if network:
             specs = [_advertising_its_link(spec, self.parts) for spec in specs]
         self.folder = folder
@@ -159,11 +177,18 @@ class Suite:
     ) -> None:
         await self._stack.__aexit__(kind, error, trace)
 
-    async def until_well(self, names: Collection[str], timeout_s: float) -> None:
-        """Waits until these parts can do their work. Raises `DeadlineExceeded`."""
+    async def until_well(
+        self, names: Collection[str], timeout_s: float, ended: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        """Waits until these parts can do their work, in other processes than those of `ended`.
+
+        Raises `DeadlineExceeded`.
+        """
         missing: Collection[str] = names
         try:
             async with asyncio.timeout(timeout_s):
+                while any(pid and self.supervisor.pid(name) in (0, pid) for name, pid in ended.items()):  # noqa: ASYNC110
+                    await asyncio.sleep(_POLL_S)
                 while missing := set(names) & set(await self.missing()):  # noqa: ASYNC110  other processes' doing
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
@@ -188,6 +213,27 @@ class Suite:
                 missing.append(server.name)
         return missing
 
+    async def drain(self, name: str) -> None:
+        """Takes a service out of use, publicly. Raises `Unavailable` where it cannot be asked."""
+        try:
+            await self._control(name).Drain(
+                control_pb2.DrainRequest(instance_id=self._instance_id(name)), timeout=_ASK_S
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def undrain(self, name: str) -> None:
+        """Takes a drain back. One that had nothing to wait for has ended the process, and another is on its way."""
+        request = control_pb2.UndrainRequest(instance_id=self._instance_id(name))
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await self._control(name).Undrain(request, timeout=_ASK_S)
+
+    def _control(self, name: str) -> control_pb2_grpc.ControlStub:
+        return control_pb2_grpc.ControlStub(self._channels[name])
+
+    def _instance_id(self, name: str) -> str:
+        return f"{name}-{self.mark}"
+
     async def model(self) -> str:
         """The one that is served."""
         response = await self._http.get(f"{self.frontends[0].url}/v1/models")
@@ -199,7 +245,11 @@ class Suite:
         found: dict[str, float] = {}
         for family in text_string_to_metric_families(response.text):
             for sample in family.samples:
-                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+                names = [sample.name]
+                if "outcome" in sample.labels:
+                    names.append(f"{sample.name} {sample.labels['outcome']}")
+                for name in names:
+                    found[name] = found.get(name, 0.0) + sample.value
         return found
 
     async def _at_work(self, part: Part) -> bool:

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from cli.chaos.asks import Ask, Face
-from cli.chaos.checker import End, Expected, Seen, Verdict, judge
+from cli.chaos.checker import LEAVING, End, Expected, Seen, Verdict, judge
 
 ASK = Ask(1, Face.COMPLETIONS, stream=True, prompt="Why?", max_tokens=4, deadline_s=60)
 RIGHT = Expected(" one two three four", 5, 4)
@@ -58,6 +58,11 @@ def test_a_frontend_may_be_gone_only_when_a_fault_took_it() -> None:
     assert judge(ASK, RIGHT, [gone, GOOD], {"decode"}).verdict is Verdict.LOST
     assert judge(ASK, RIGHT, [gone, GOOD], CALM).verdict is Verdict.LOST
     assert judge(ASK, RIGHT, [gone], {"frontend"}).verdict is Verdict.LOST  # nobody answered in the end
+
+
+def test_a_frontend_that_leaves_may_be_gone_only_for_those_who_come_too_late() -> None:
+    assert judge(ASK, RIGHT, [Seen(End.FRONTEND_GONE), GOOD], {LEAVING}).verdict is Verdict.RIGHT
+    assert judge(ASK, RIGHT, [Seen(End.FRONTEND_GONE, " one"), GOOD], {LEAVING}).verdict is Verdict.LOST
 
 
 def test_a_refusal_in_the_end_is_excused_by_a_fault_alone() -> None:

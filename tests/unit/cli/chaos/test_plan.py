@@ -32,6 +32,9 @@ def test_of_each_role_one_part_is_well_at_any_time(seed: int) -> None:
     for one in planned:
         assert one.part in PARTS[one.fault.role]
         assert one.lasts_s <= one.fault.longest_s
+    for part in {one.part for one in planned}:
+        for before, after in pairwise(one for one in planned if one.part == part):
+            assert after.after_s >= before.until_s - 1e-3
     for role, names in PARTS.items():
         of_role = [one for one in planned if one.fault.role == role]
         for before, after in pairwise(of_role if len(names) > 1 else []):

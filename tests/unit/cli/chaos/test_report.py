@@ -9,7 +9,7 @@ RIGHT = Judgement(Verdict.RIGHT)
 def _report(**changes: object) -> Report:
     given: dict[str, object] = {
         "seed": 1, "seconds": 60.0, "judgements": [RIGHT, RIGHT], "attempts": 2, "leaks": [], "unrecovered": [],
-        "rows": [], "load_average": 0.5,
+        "rows": [], "handoffs": {}, "load_average": 0.5,
     } | changes  # fmt: skip
     return Report(**given)  # type: ignore[arg-type]
 
