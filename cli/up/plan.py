@@ -15,6 +15,7 @@ from controlplane.child_process import ChildSpec
 from controlplane.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer, free_port
 from controlplane.settings import CommonSettings, Loaded, as_env
 from engines.settings import EngineSettings
+from services.fleet.settings import FleetSettings
 from services.frontend.settings import FrontendSettings
 
 __all__ = ["Plan", "make_plan"]
@@ -63,6 +64,8 @@ def make_plan(loaded: Loaded, model: str, folder: Path, environment: Mapping[str
         common = replace(common, log_format="human")
 
     engine = replace(loaded.get(EngineSettings), model=model)
+    if up.fleet:  # all workers alike, so that they are one pool
+        engine = replace(engine, sim_kv_bytes_per_block=0)
     this_run = secrets.token_hex(3)
     frontend = loaded.get(FrontendSettings)
     children = [
@@ -85,6 +88,10 @@ def make_plan(loaded: Loaded, model: str, folder: Path, environment: Mapping[str
     for role, count in zip(_WORKERS, (up.prefill, up.decode), strict=True):
         for number in range(1, count + 1):
             add(role, f"{role}-{number}" if count > 1 else role, _MIDDLE_STAGE, anywhere, {})
+    fleet = loaded.get(FleetSettings)
+    for number, first in enumerate(range(0, up.fleet, fleet.workers), 1):
+        part = replace(fleet, workers=min(fleet.workers, up.fleet - first))
+        add("fleet", f"fleet-{number}", _MIDDLE_STAGE, anywhere, as_env("fleet", part))
     frontend_id = add(
         "frontend",
         "frontend",
@@ -116,6 +123,6 @@ def _environment(
         told["TMPDIR"] = str(temporary)
     told |= {name: environment[name] for name in ("TOKENMILL_HOME",) if name in environment}
     told |= as_env(service, loaded.get(ALL_SECTIONS[service]))
-    if service in _WORKERS:
+    if service in (*_WORKERS, "fleet"):
         told |= as_env("engine", engine)
     return told

@@ -17,6 +17,9 @@ class UpSettings:
         1, "prefill workers; with 0, decode workers compute the prompts, too", minimum=0, metavar="N"
     )
     decode: int = setting(1, "decode workers", minimum=1, metavar="N")
+    fleet: int = setting(
+        0, "light decode workers more, many in a process; for --engine sim and --prefill 0", minimum=0, metavar="N"
+    )
     ask: str | None = setting(None, "show the answer to this prompt when ready, then keep serving", metavar="PROMPT")
     once: str | None = setting(
         None,

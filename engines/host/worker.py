@@ -11,11 +11,11 @@ import grpc
 import engines
 from controlplane.channels import Channels
 from controlplane.errors import Unavailable
-from controlplane.host import Host
 from controlplane.instances import ModelCard
 from controlplane.kv_publisher import KvPublisher, KvSourceServicer
 from controlplane.telemetry import get_logger
 from engines.base import Engine, EngineInfo, Handle, Role
+from engines.host.berth import Berth
 from engines.host.canary import Canary
 from engines.host.load import LoadCollector
 from engines.host.stall import READING_S, StallWatch
@@ -90,12 +90,18 @@ class Worker:
         self._hung = ""
         """Why the engine is not waited for any longer."""
 
+    @property
+    def engine(self) -> Engine:
+        """Once started."""
+        assert self._engine is not None
+        return self._engine
+
     def add_to(self, server: grpc.aio.Server) -> Sequence[str]:
         """Adds the role's service and KvSource; both refuse `Unavailable` until the engine has started."""
         kv_pb2_grpc.add_KvSourceServicer_to_server(self._kv_source, server)
         return [self._service.add_to(server), kv_pb2.DESCRIPTOR.services_by_name["KvSource"].full_name]
 
-    async def start(self, host: Host) -> ModelCard:
+    async def start(self, host: Berth) -> ModelCard:
         """Loads the model; from then on KV events and load reports are published and calls taken."""
         instance = host.instance
         publisher = KvPublisher(host.bus, host.settings.deployment, instance.instance_id, instance.epoch)
@@ -163,7 +169,7 @@ class Worker:
             publisher.load_report(load)
             await asyncio.sleep(_LOAD_REPORT_S)
 
-    async def _watch(self, host: Host, engine: Engine, watch: StallWatch) -> None:
+    async def _watch(self, host: Berth, engine: Engine, watch: StallWatch) -> None:
         """Takes no work while the engine makes no steps; after long it is given up."""
         canary = Canary(engine, self._canary_idle_s)
         try:

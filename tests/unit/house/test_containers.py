@@ -40,7 +40,7 @@ def _choices() -> list[str]:
     return [
         f"TOKENMILL_{prefix[section]}{one.name.upper()}"
         for section, cls in ALL_SECTIONS.items()
-        if section != "up"
+        if section not in ("up", "fleet")
         for one in fields(cls)
         if one.name not in FIXED | FILES and not one.metadata["rules"].hidden
     ]
