@@ -26,6 +26,7 @@ class _Command:
 _FOR_USERS = {
     "up": _Command("cli.up.command", "start a deployment on this machine and keep it running"),
     "down": _Command("cli.down", "stop a deployment that runs in the background"),
+    "restart": _Command("cli.restart", "restart parts of a deployment, with --rolling without losing a request"),
     "status": _Command("cli.status", "show instances, their state and load"),
     "drain": _Command("cli.drain", "take an instance out of use: it finishes what runs, then ends"),
     "undrain": _Command("cli.undrain", "take a drain back that is not done yet"),

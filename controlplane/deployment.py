@@ -1,7 +1,7 @@
 """The folder of a deployment that runs on this machine: who runs it, where it answers, its logs and data.
 
     <temporary folder>/tokenmill-<uid>/<deployment>.lock     locked by the supervisor as long as it lives
-    <temporary folder>/tokenmill-<uid>/<deployment>/         state.json, logs, etcd and NATS data
+    <temporary folder>/tokenmill-<uid>/<deployment>/         state.json, supervisor.sock, logs, etcd and NATS data
 
 The kernel drops the lock when its process ends, however it ends: a folder without one is left over, and is removed by
 whoever finds it. Process ids, which the kernel gives out again, decide nothing.
@@ -22,7 +22,7 @@ import msgspec
 
 from controlplane.errors import SettingsError, Unavailable
 
-__all__ = ["DeploymentState", "RunFolder", "running"]
+__all__ = ["DeploymentState", "RunFolder", "run_folder", "running"]
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _CLAIM_TIMEOUT_S = 1.0
@@ -62,7 +62,7 @@ class RunFolder:
             time.sleep(0.02)
         path = base / deployment
         shutil.rmtree(path, ignore_errors=True)
-        path.mkdir()
+        path.mkdir(mode=0o700)
         return cls(path, lock)
 
     def publish(self, state: DeploymentState) -> None:
@@ -82,6 +82,11 @@ class RunFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def run_folder(deployment: str) -> Path:
+    """Where a deployment on this machine has its folder, whether or not it runs."""
+    return _base() / deployment
 
 
 def running(deployment: str) -> DeploymentState | None:

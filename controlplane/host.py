@@ -123,7 +123,7 @@ class Host:
         tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         self.log = get_logger(f"services.{service.name}")
         self._service = service
-        self._listener = GrpcListener()
+        self._listener = GrpcListener(share_port=settings.share_ports)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = contextlib.AsyncExitStack()
         self._drain = Drain()
@@ -237,7 +237,7 @@ class Host:
             settings.bind, settings.grpc_port, names, self.tls.grpc if self.tls else None
         )
         self._closing.push_async_callback(self._listener.stop)
-        metrics = MetricsListener(settings.bind, settings.metrics_port, self.registry)
+        metrics = MetricsListener(settings.bind, settings.metrics_port, self.registry, share_port=settings.share_ports)
         self._closing.push_async_callback(metrics.stop)
         self.instance = Instance(
             service=self._service.name,

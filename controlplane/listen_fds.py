@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import socket
 
-__all__ = ["FIRST_FD", "inherited_sockets"]
+__all__ = ["BACKLOG", "FIRST_FD", "inherited_sockets"]
 
+BACKLOG = 2048
+"""Connections that wait to be accepted."""
 FIRST_FD = 3
 """They are 3, 4 and so on; LISTEN_FDS says how many, LISTEN_PID for whom."""
 

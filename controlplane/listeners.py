@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from collections.abc import Sequence
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import grpc
-import prometheus_client
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from controlplane.channels import MESSAGE_OPTIONS
 from controlplane.errors import SettingsError
@@ -20,7 +24,6 @@ __all__ = ["GrpcListener", "MetricsListener", "host_port"]
 
 _OPTIONS = (
     *MESSAGE_OPTIONS,
-    ("grpc.so_reuseport", 0),  # a port in use is an error, not something to share
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -37,8 +40,9 @@ def host_port(host: str, port: int) -> str:
 class GrpcListener:
     """A gRPC server whose health says NOT_SERVING until told otherwise."""
 
-    def __init__(self) -> None:
-        self.server = grpc.aio.server(options=_OPTIONS, interceptors=[RequestIdInterceptor(), ErrorInterceptor()])
+    def __init__(self, *, share_port: bool = False) -> None:
+        options = (*_OPTIONS, ("grpc.so_reuseport", int(share_port)))  # else a port in use is an error
+        self.server = grpc.aio.server(options=options, interceptors=[RequestIdInterceptor(), ErrorInterceptor()])
         self._health = health.aio.HealthServicer()
         self._names: list[str] = []
 
@@ -78,16 +82,37 @@ class GrpcListener:
 class MetricsListener:
     """The Prometheus endpoint, `GET /metrics`, on a thread of its own."""
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+    def __init__(self, host: str, port: int, registry: CollectorRegistry, *, share_port: bool = False) -> None:
         try:
-            self._server, self._thread = prometheus_client.start_http_server(port, host, registry)
+            self._server = make_server(
+                host, port, make_wsgi_app(registry), _SharingServer if share_port else _Server, handler_class=_Handler
+            )
         except OSError as error:
             message = f"cannot serve metrics on {host_port(host, port)}: {error.strerror}"
             raise SettingsError(message, param="common.metrics_port") from error
         self.port = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
 
     async def stop(self) -> None:
         """Stops listening."""
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
         self._thread.join()
+
+
+class _Server(ThreadingWSGIServer):
+    """IPv4, or IPv6 where the address is."""
+
+    def __init__(self, address: tuple[str, int], *more: Any) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, *more)
+
+
+class _SharingServer(_Server):
+    allow_reuse_port = True
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        """A scrape is no news."""

@@ -91,6 +91,9 @@ class CommonSettings:
     grpc_port: int = setting(0, "port of the gRPC server; 0 takes a free one", minimum=0, maximum=65535)
     metrics_port: int = setting(0, "port of the Prometheus endpoint; 0 takes a free one", minimum=0, maximum=65535)
     drain_timeout_s: float = setting(30.0, "longest wait for running requests when stopping, seconds", minimum=0)
+    share_ports: bool = setting(
+        False, "let another instance of this user listen on the same ports, to take this one's place", hidden=True
+    )
     log_level: str = setting("info", "least severe level logged", choices=("debug", "info", "warning", "error"))
     log_format: str = setting("auto", "auto: human in a terminal, else json", choices=("auto", "json", "human"))
     labels: dict[str, str] = setting({}, "labels of this instance, for people and policies")  # noqa: RUF009  made anew

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -20,6 +19,7 @@ from cli.openai_client import OpenAiClient
 from cli.sections import ALL_SECTIONS
 from cli.up.background import in_background
 from cli.up.plan import Plan, make_plan
+from cli.up.ports import FrontendPorts
 from cli.up.progress import Progress
 from cli.up.serve import first_answer, servers_answer, watched
 from cli.up.settings import UpSettings
@@ -27,6 +27,7 @@ from controlplane.deployment import DeploymentState, RunFolder
 from controlplane.errors import DeadlineExceeded, SettingsError, TokenmillError, Unavailable
 from controlplane.settings import CommonSettings, Loaded, load
 from controlplane.supervisor import Supervisor
+from controlplane.supervisor_service import supervisor_served
 from controlplane.telemetry import configure_logging
 from engines.models import DEMO, resolve_model
 from engines.settings import EngineSettings
@@ -60,12 +61,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     up, common = loaded.get(UpSettings), loaded.get(CommonSettings)
     _check(up, loaded.get(EngineSettings))
     _check_frontend(loaded.get(FrontendSettings))
-    _check_ports(common, loaded.get(FrontendSettings))
     configure_logging(replace(common, log_level="error"), service="up")
-    folder = RunFolder.claim(common.deployment)
+    http_port = loaded.get(FrontendSettings).http_port
+    with FrontendPorts(common.bind, http=http_port, grpc=common.grpc_port, metrics=common.metrics_port) as ports:
+        return _run(loaded, ports)
+
+
+def _run(loaded: Loaded, ports: FrontendPorts) -> int:
+    deployment = loaded.get(CommonSettings).deployment
+    folder = RunFolder.claim(deployment)
     try:
-        plan = make_plan(loaded, _model(loaded.get(EngineSettings)), folder.path, os.environ)
-        if up.detach and (exit_code := in_background(folder, common.deployment)) is not None:
+        plan = make_plan(loaded, _model(loaded.get(EngineSettings)), folder.path, os.environ, ports)
+        if loaded.get(UpSettings).detach and (exit_code := in_background(folder, deployment)) is not None:
             return exit_code
         return asyncio.run(_Up(loaded, plan, folder).run())
     finally:
@@ -96,23 +103,6 @@ def _check_frontend(frontend: FrontendSettings) -> None:
             )
 
 
-def _check_ports(common: CommonSettings, frontend: FrontendSettings) -> None:
-    ports = {"--port": frontend.http_port, "--grpc-port": common.grpc_port, "--metrics-port": common.metrics_port}
-    for flag, port in ports.items():
-        if not port:
-            continue
-        family = socket.AF_INET6 if ":" in common.bind else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((common.bind, port))
-            except OSError as error:
-                raise Unavailable(
-                    f"port {port} on {common.bind} cannot be used ({error.strerror}); give another with {flag} PORT, "
-                    f"or {flag} 0 for a free one"
-                ) from error
-
-
 def _model(engine: EngineSettings) -> str:
     name = engine.model or (DEMO if engine.engine == "vllm" else "")
     if not name:
@@ -136,7 +126,11 @@ class _Up:
         self._logs = folder.path / "logs"
         self._logs.mkdir()
         self._supervisor = Supervisor(
-            plan.children, self._logs, self._progress.update, drain_timeout_s=plan.drain_timeout_s + _KILL_AFTER_DRAIN_S
+            plan.children,
+            self._logs,
+            self._progress.update,
+            drain_timeout_s=plan.drain_timeout_s + _KILL_AFTER_DRAIN_S,
+            start_timeout_s=self._up.start_timeout_s,
         )
         self._stops = 0
         self._run: asyncio.Task[int] | None = None
@@ -149,7 +143,11 @@ class _Up:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         serving = False
         try:
-            async with self._supervisor, AsyncExitStack() as stack:
+            async with (
+                self._supervisor,
+                supervisor_served(self._supervisor, self._folder.path),
+                AsyncExitStack() as stack,
+            ):
                 with self._progress:
                     client, model, grpc_address = await self._start(stack)
                 serving = True

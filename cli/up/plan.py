@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cli.sections import ALL_SECTIONS
+from cli.up.ports import FrontendPorts
 from cli.up.settings import UpSettings
 from controlplane.child_process import ChildSpec
 from controlplane.embedded import EmbeddedEtcd, EmbeddedNats, EmbeddedServer, free_port
@@ -36,8 +37,6 @@ class Plan:
 
     deployment: str
     children: tuple[ChildSpec, ...]
-    services: Mapping[str, str]
-    """Instance id -> name of the child that runs it."""
     frontend: str
     """The frontend's instance id."""
     servers: tuple[EmbeddedServer, ...]
@@ -46,9 +45,19 @@ class Plan:
     nats: str
     drain_timeout_s: float
 
+    @property
+    def services(self) -> Mapping[str, str]:
+        """Instance id, as it is at the start -> name of the child that runs it."""
+        return {child.instance_id: child.name for child in self.children if child.instance_id}
 
-def make_plan(loaded: Loaded, model: str, folder: Path, environment: Mapping[str, str]) -> Plan:
-    """Lays a deployment out; all its files go below `folder`. `model` is what the engine is given."""
+
+def make_plan(
+    loaded: Loaded, model: str, folder: Path, environment: Mapping[str, str], ports: FrontendPorts | None = None
+) -> Plan:
+    """Lays a deployment out; all its files go below `folder`. `model` is what the engine is given.
+
+    Without `ports` the frontend opens its own.
+    """
     up, common = loaded.get(UpSettings), loaded.get(CommonSettings)
     # What a killed service leaves in its temporary folder goes with ours.
     temporary = folder / "tmp"
@@ -69,17 +78,20 @@ def make_plan(loaded: Loaded, model: str, folder: Path, environment: Mapping[str
     this_run = secrets.token_hex(3)
     frontend = loaded.get(FrontendSettings)
     children = [
-        ChildSpec(server.name, tuple(server.command()), _SERVERS_STAGE, death_signal=signal.SIGKILL)
+        ChildSpec(
+            server.name, tuple(server.command()), _SERVERS_STAGE, death_signal=signal.SIGKILL, answers=server.ready
+        )
         for server in servers
     ]
-    services = {}
 
-    def add(service: str, name: str, stage: int, own: CommonSettings, more: dict[str, str]) -> str:
+    def add(
+        service: str, name: str, stage: int, own: CommonSettings, more: dict[str, str], sockets: tuple[int, ...] = ()
+    ) -> str:
         instance_id = f"{name}-{this_run}"
         told = _environment(loaded, service, engine, environment, temporary)
         env = told | as_env("common", replace(own, instance_id=instance_id)) | more
-        children.append(ChildSpec(name, (sys.executable, "-P", "-m", f"services.{service}"), stage, env))
-        services[instance_id] = name
+        command = (sys.executable, "-P", "-m", f"services.{service}")
+        children.append(ChildSpec(name, command, stage, env, instance_id=instance_id, sockets=sockets))
         return instance_id
 
     # The ports that were asked for are the frontend's, and stay the same over its restarts.
@@ -96,13 +108,17 @@ def make_plan(loaded: Loaded, model: str, folder: Path, environment: Mapping[str
         "frontend",
         "frontend",
         _FRONTEND_STAGE,
-        replace(common, grpc_port=common.grpc_port or free_port()),
-        as_env("frontend", replace(frontend, http_port=frontend.http_port or free_port())),
+        replace(
+            common,
+            grpc_port=ports.grpc if ports else common.grpc_port or free_port(),
+            share_ports=ports is not None,
+        ),
+        as_env("frontend", replace(frontend, http_port=ports.http if ports else frontend.http_port or free_port())),
+        ports.sockets if ports else (),
     )
     return Plan(
         deployment=common.deployment,
         children=tuple(children),
-        services=services,
         frontend=frontend_id,
         servers=tuple(servers),
         etcd=common.etcd,

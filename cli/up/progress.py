@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable
 from types import TracebackType
@@ -40,7 +41,7 @@ class Progress:
         self.settle()
 
     def update(self, name: str, text: str) -> None:
-        """Says what `name` is doing; the same again is not repeated."""
+        """Says what `name` is doing; the same again is not repeated. Never fails, and neither do the others."""
         if self._texts[name] == text:
             return
         self._texts[name] = text
@@ -55,8 +56,9 @@ class Progress:
             self._ready_after_s[name] = time.monotonic() - self._started
 
     def say(self, text: str) -> None:
-        """A line of its own."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """A line of its own, unless nobody takes it: a full disk or a closed terminal."""
+        with contextlib.suppress(OSError):
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def settle(self) -> None:
         """Ends the table, leaving its last state on screen. Safe to call twice."""

@@ -33,9 +33,7 @@ _REMOTE_TIMEOUT_S = 15.0
 async def servers_answer(servers: Sequence[EmbeddedServer], supervisor: Supervisor, progress: Progress) -> None:
     """Waits until the embedded servers serve."""
     for server in servers:
-        while not await asyncio.to_thread(server.ready):  # noqa: ASYNC110  another process makes it true
-            await asyncio.sleep(_POLL_S)
-        supervisor.mark_ready(server.name, supervisor.pid(server.name))
+        await supervisor.until_ready(server.name)
         progress.ready(server.name)
 
 
@@ -58,11 +56,14 @@ class RollCall:
         return [name for instance_id, name in self._plan.services.items() if instance_id not in self._ready()]
 
     def look(self) -> None:
-        """Passes on what is new."""
+        """Passes on what is new. Of two instances of a child, people hear of the one that counts."""
         for found in self._present():
-            name = self._plan.services[found.instance_id]
+            name, pid = self._supervisor.pids()[found.instance_id]
             if found.state is State.READY:
-                self._supervisor.mark_ready(name, found.pid)
+                self._supervisor.mark_ready(name, pid)
+            if pid != self._supervisor.pid(name):
+                continue
+            if found.state is State.READY:
                 self._progress.ready(name)
             else:
                 self._progress.update(name, found.progress or found.state.value)
@@ -73,12 +74,12 @@ class RollCall:
 
     def _present(self) -> list[Instance]:
         """What the present processes have published of themselves."""
-        found = (self._discovery.instances.get(instance_id) for instance_id in self._plan.services)
+        known = self._discovery.instances
         # A record outlives its process until the lease ends; one of an earlier life says nothing of this one.
         return [
-            one
-            for one in found
-            if one is not None and one.pid == self._supervisor.pid(self._plan.services[one.instance_id])
+            known[instance_id]
+            for instance_id, (_, pid) in self._supervisor.pids().items()
+            if instance_id in known and known[instance_id].pid == pid
         ]
 
     def _ready(self) -> dict[str, Instance]:

@@ -2,7 +2,8 @@
 
 uvicorn's own `Server` would take the signals, which belong to the service host, so its protocol is served directly. The
 subclass adds bounds (the request head, its time, open connections, what a client leaves unread), errors as JSON, and a
-word when a client that was slow reads again.
+word when a client that was slow reads again, and an end that cuts nobody off: without loss a server may close a
+connection only behind an answer that says so, or when nothing has come for a while.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import resource
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from controlplane.errors import InvalidRequest, SettingsError, TokenmillError, Unavailable
+from controlplane.listen_fds import BACKLOG
 from services.frontend.openai_errors import error_body, error_headers
 
 __all__ = ["CONNECTION", "Connection", "HttpLimits", "HttpServer", "connections_within_descriptors"]
@@ -27,6 +29,8 @@ __all__ = ["CONNECTION", "Connection", "HttpLimits", "HttpServer", "connections_
 CONNECTION = "tokenmill.connection"
 """Key of the `Connection` in an ASGI scope's extensions."""
 _CLOSE_TIMEOUT_S = 1.0
+_LINGER_S = 2.0
+"""A client that is to go elsewhere may bring one more request in this time: it may be on its way already."""
 _REFUSED_AT_ONCE = 64
 """Connections beyond the bound that are still told why; more are only closed."""
 _OTHER_DESCRIPTORS = 256
@@ -57,9 +61,12 @@ def connections_within_descriptors(wanted: int) -> int:
 class Connection(HttpToolsProtocol):
     """One client's connection."""
 
-    def __init__(self, limits: HttpLimits, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, limits: HttpLimits, on_end: Callable[[], None], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
+        self._on_end = on_end
+        self._linger_s: float | None = None
+        """The client is to go; how long it may be idle before."""
         self._heads = 0
         """Begun so far."""
         self._between = True
@@ -90,6 +97,21 @@ class Connection(HttpToolsProtocol):
     def abort(self) -> None:
         """Drops the connection and whatever the client has not read."""
         self.transport.abort()
+
+    def leave(self, linger_s: float) -> None:
+        """Ends it behind the next answer that can say so, or when nothing comes for this time."""
+        self._linger_s = self.timeout_keep_alive = linger_s  # type: ignore[assignment]  # any number does
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = self.cycle.response_started and self.cycle.keep_alive
+        elif self.transport is not None and self._refusal is None:
+            self._unset_keepalive_if_required()
+            self._stop_timer()
+            self._await_head()
+
+    def stay(self) -> None:
+        """Takes `leave` back, but for a client that is going already."""
+        self._linger_s = None
+        self.timeout_keep_alive = self.config.timeout_keep_alive
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client that says nothing is not kept for ever, and one too many is not kept at all."""
@@ -139,6 +161,8 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         self.scope["extensions"] = {CONNECTION: self}  # type: ignore[dict-item]  # ours, not ASGI's
         super().on_headers_complete()
+        if self._linger_s is not None:
+            self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         """The request's body has come."""
@@ -155,6 +179,7 @@ class Connection(HttpToolsProtocol):
         """The client is gone."""
         self._stop_timer()
         super().connection_lost(exc)
+        self._on_end()
         if self.on_lost is not None:
             self.on_lost()
         if self.on_writable is not None:
@@ -182,7 +207,8 @@ class Connection(HttpToolsProtocol):
     def _await_head(self) -> None:
         """The next head must be complete in time, counted from its first byte: uvicorn begins anew with each byte."""
         if self._deadline is None and self.timeout_keep_alive_task is None:
-            self._deadline = self.loop.call_later(self._limits.read_timeout_s, self.timeout_keep_alive_handler)
+            time_s = self._limits.read_timeout_s if self._linger_s is None else self._linger_s
+            self._deadline = self.loop.call_later(time_s, self.timeout_keep_alive_handler)
 
     def _stop_timer(self) -> None:
         if self._deadline is not None:
@@ -207,9 +233,9 @@ class Connection(HttpToolsProtocol):
 
 
 class HttpServer:
-    """Listens from `start` to `stop`."""
+    """Listens from `start` to `leave` or `stop`."""
 
-    def __init__(self, app: Any, limits: HttpLimits) -> None:
+    def __init__(self, app: Any, limits: HttpLimits, *, linger_s: float = _LINGER_S) -> None:
         self._config = uvicorn.Config(
             app, http=HttpToolsProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
             timeout_keep_alive=limits.idle_timeout_s,  # type: ignore[arg-type]  # any number does
@@ -218,23 +244,72 @@ class HttpServer:
         self._config.load()
         self._state = ServerState()
         self._limits = limits
+        self._linger_s = linger_s
+        self._leaving = False
+        self._connection_ended = asyncio.Event()
+        self._shared = False
+        """Others take clients from the same socket."""
+        self._listen: Callable[[], Awaitable[asyncio.Server]] | None = None
         self._server: asyncio.Server | None = None
 
-    async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
-        """The port it listens on, with `tls` for HTTPS. Raises `SettingsError` when it cannot."""
-        try:
-            self._server = await asyncio.get_running_loop().create_server(
-                self._connection, host or None, port, reuse_address=True, backlog=2048, ssl=tls,
+    async def start(
+        self, host: str, port: int, tls: ssl.SSLContext | None = None, *, inherited: Sequence[socket.socket] = ()
+    ) -> int:
+        """The port it listens on, that of the socket it `inherited` if any; with `tls` for HTTPS.
+
+        Raises `SettingsError` when it cannot.
+        """
+        loop = asyncio.get_running_loop()
+        self._shared = bool(inherited)
+
+        async def listen() -> asyncio.Server:
+            where: dict[str, Any] = {"host": host or None, "port": port, "reuse_address": True}
+            if inherited:
+                where = {"sock": inherited[0].dup()}
+            return await loop.create_server(
+                self._connection, **where, backlog=BACKLOG, ssl=tls,
                 ssl_handshake_timeout=self._limits.read_timeout_s if tls else None,
                 ssl_shutdown_timeout=_CLOSE_TIMEOUT_S if tls else None,
             )  # fmt: skip
+
+        self._listen = listen
+        try:
+            self._server = await listen()
         except OSError as error:
             raise SettingsError(
                 f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port, 0 for any",
                 param="frontend.http_port",
             ) from error
         bound: socket.socket = self._server.sockets[0]
-        return int(bound.getsockname()[1])
+        port = int(bound.getsockname()[1])  # where it listens again, too
+        return port
+
+    async def leave(self) -> None:
+        """Returns when the last client has gone, none of them cut off. `stay` takes it back, cancelled or not.
+
+        Who shares the listening socket takes all new clients from now on. Where nobody does they are still taken here
+        for a moment: load balancers go by an answer that has just changed.
+        """
+        assert self._server is not None
+        self._leaving = True
+        for connection in list(self._state.connections):
+            connection.leave(self._linger_s)  # type: ignore[union-attr]  # all are ours
+        if not self._shared:
+            await asyncio.sleep(self._linger_s)
+        self._server.close()
+        while self._state.connections:
+            self._connection_ended.clear()
+            await self._connection_ended.wait()
+
+    async def stay(self) -> None:
+        """Takes clients again after a `leave`."""
+        assert self._server is not None
+        assert self._listen is not None
+        self._leaving = False
+        for connection in list(self._state.connections):
+            connection.stay()  # type: ignore[union-attr]  # all are ours
+        if not self._server.is_serving():
+            self._server = await self._listen()
 
     @property
     def connections(self) -> int:
@@ -256,4 +331,7 @@ class HttpServer:
             connection.transport.abort()
 
     def _connection(self) -> Connection:
-        return Connection(self._limits, self._config, self._state, {})
+        connection = Connection(self._limits, self._connection_ended.set, self._config, self._state, {})
+        if self._leaving:
+            connection.leave(self._linger_s)
+        return connection

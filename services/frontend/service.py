@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 import grpc
 
 from controlplane.host import Host
 from controlplane.instances import ModelCard, State
+from controlplane.listen_fds import inherited_sockets
 from controlplane.listeners import host_port
 from controlplane.telemetry import get_logger
 from services.frontend.decode_streams import DecodeStreams
@@ -36,6 +38,7 @@ class FrontendService:
     def __init__(self, settings: FrontendSettings) -> None:
         self._settings = settings
         self._inference = InferenceServicer()
+        self._host: Host | None = None
         self._door: FrontDoor | None = None
         self._http: HttpServer | None = None
         self._reports: Reports | None = None
@@ -49,6 +52,7 @@ class FrontendService:
 
     async def start(self, host: Host) -> ModelCard | None:
         """Listens for HTTP. Models appear as their workers do."""
+        self._host = host
         settings, discovery = self._settings, host.discovery
         metrics = FrontendMetrics(host.registry)
         seed = await discovery.deployment_seed()
@@ -79,7 +83,9 @@ class FrontendService:
         follow()
 
         self._http = HttpServer(HttpApi(door, host.registry), self._http_limits())
-        port = await self._http.start(host.settings.bind, settings.http_port, host.tls.http if host.tls else None)
+        port = await self._http.start(
+            host.settings.bind, settings.http_port, host.tls.http if host.tls else None, inherited=inherited_sockets()
+        )
         await host.set_http_address(host_port(host.settings.advertised_host, port))
         self._inference.serve(door)
         self._log.info("listening for HTTP", address=host_port(host.settings.bind, port), tls=host.tls is not None)
@@ -101,14 +107,27 @@ class FrontendService:
         )
 
     async def drain(self, timeout_s: float) -> None:
-        """New requests are refused; those inside may finish."""
-        if self._door is not None and (left := await self._door.drain(timeout_s)):
-            self._log.warning("answers are cut off by the end of the drain", answers=left)
+        """Sends clients elsewhere and refuses none: those over HTTP one by one, then all that came over gRPC."""
+        assert self._host is not None
+        assert self._door is not None
+        assert self._http is not None
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        self._door.draining = True
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._http.leave()
+                await self._host.refuse_calls(max(deadline - loop.time(), 0))
+                await self._door.empty()
+        except TimeoutError:
+            self._log.warning("answers are cut off by the end of the drain", answers=self._door.running)
 
     async def resume(self) -> None:
         """Clients may come again."""
-        if self._door is not None:
-            self._door.draining = False
+        assert self._door is not None
+        assert self._http is not None
+        self._door.draining = False
+        await self._http.stay()
 
     def unfinished(self) -> int:
         """Answers in the making."""

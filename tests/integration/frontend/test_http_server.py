@@ -1,8 +1,9 @@
-"""The HTTP server alone: how long it waits for a client."""
+"""The HTTP server alone: how long it waits for a client, and how it lets clients go."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -134,3 +135,106 @@ async def test_a_client_that_never_reads_its_answer_does_not_keep_its_connection
         writer.close()
     finally:
         await server.stop()
+
+
+class Answering:
+    """An app that answers when it may: at once, and with a stream whose end it holds back."""
+
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/slow":
+            await self.may_end.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"o", "more_body": True})
+        if scope["path"] == "/stream":
+            await self.may_end.wait()
+        await send({"type": "http.response.body", "body": b"k"})
+
+
+class Client:
+    """One connection that is kept between requests."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def __aenter__(self) -> Client:
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self._port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.writer.close()
+
+    def ask(self, path: str = "/") -> None:
+        self.writer.write(b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % path.encode())
+
+    async def head(self) -> bytes:
+        async with asyncio.timeout(20):
+            return await self.reader.readuntil(b"\r\n\r\n")
+
+    async def body(self) -> bytes:
+        async with asyncio.timeout(20):
+            return await self.reader.readexactly(2)
+
+    async def closed(self) -> bool:
+        async with asyncio.timeout(20):
+            return await self.reader.read() == b""
+
+
+LINGER_S = 0.5
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "with another on the socket"])
+async def test_every_client_is_let_go_without_losing_an_answer(shared: bool) -> None:
+    app = Answering()
+    server = HttpServer(app, HttpLimits(), linger_s=LINGER_S)
+    with socket.create_server(("127.0.0.1", 0)) as socket_of_all:
+        socket_of_all.setblocking(False)
+        port = await server.start("127.0.0.1", 0, inherited=[socket_of_all] if shared else [])
+        async with Client(port) as idle, Client(port) as late, Client(port) as waiting, Client(port) as streaming:
+            for client in (idle, late):
+                client.ask()
+                assert b"connection: close" not in await client.head()
+                assert await client.body() == b"ok"
+            waiting.ask("/slow")
+            streaming.ask("/stream")
+            assert b"connection: close" not in await streaming.head(), "its answer has begun"
+            leaving = asyncio.create_task(server.leave())
+            await asyncio.sleep(0)
+            late.ask()
+            assert b"connection: close" in await late.head()
+            assert await late.body() == b"ok"
+            assert await late.closed()
+            assert await idle.closed(), "nothing came for a while"
+            assert not leaving.done()
+            app.may_end.set()
+            assert b"connection: close" in await waiting.head()
+            assert await waiting.body() == b"ok"
+            assert await waiting.closed()
+            assert await streaming.body() == b"ok"
+            streaming.ask()
+            assert b"connection: close" in await streaming.head(), "what it asked for at once is answered"
+            assert await streaming.body() == b"ok"
+            async with asyncio.timeout(20):
+                await leaving
+    await server.stop()
+
+
+async def test_one_that_leaves_takes_no_client_from_those_it_shares_the_socket_with() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as socket_of_all:
+        socket_of_all.setblocking(False)
+        old, new = HttpServer(Answering(), HttpLimits()), HttpServer(Answering(), HttpLimits())
+        port = await old.start("127.0.0.1", 0, inherited=[socket_of_all])
+        await asyncio.wait_for(old.leave(), 20)
+        async with Client(port) as client:  # nobody accepts it yet
+            client.ask()
+            await new.start("127.0.0.1", 0, inherited=[socket_of_all])
+            assert b"200" in await client.head()
+            assert (old.connections, new.connections) == (0, 1)
+        await new.stop()
+        await old.stay()
+        async with Client(port) as client:
+            client.ask()
+            assert b"connection: close" not in await client.head()
+        await old.stop()
