@@ -14,6 +14,7 @@ from controlplane.errors import DeadlineExceeded, NotFound, Unavailable
 from controlplane.host import Host
 from controlplane.instances import Instance, ModelCard, State
 from controlplane.telemetry import get_logger
+from engines.base import Capability
 from kvcache.index import KvIndex
 from kvcache.load import LoadReport
 from services.router.candidates import Candidate
@@ -49,7 +50,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._index = KvIndex(settings.index_max_blocks)
         self._roster = Roster()
         self._book = Book(settings.placement_ttl_s)
-        self._predictions = Predictions()
+        self._predictions = Predictions(settings.approximate_ttl_s)
         self._scheduler = Scheduler(
             POLICIES[settings.policy](Parameters()),
             settings.remote_prefill_min_tokens,
@@ -194,6 +195,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 seq=follower.seq,
                 hashes=self._index.blocks(follower.holder),
                 stale=follower.gap is not None,
+                dp_rank=follower.dp_rank,
             )
 
     async def ConfirmDraining(  # noqa: N802
@@ -221,6 +223,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
     def on_instances(self, instances: Mapping[str, Instance]) -> None:
         """Takes the workers to choose from, and says loudly which of them cannot work together."""
         self._roster.update(instances.values())
+        self._predictions.set_silent(
+            {
+                one.instance_id: one.model.total_blocks
+                for one in instances.values()
+                if one.role and one.model is not None and Capability.KV_EVENTS not in one.model.capabilities
+            }
+        )
         self._instances = instances
         self._instances_changed.set()
         self._instances_changed = asyncio.Event()

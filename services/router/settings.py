@@ -23,6 +23,11 @@ class RouterSettings:
         "KV blocks of all workers to know of, at about 100 bytes each; past it those matched longest ago are forgotten",
         minimum=1,
     )
+    approximate_ttl_s: float = setting(
+        300.0,
+        "a worker without KV events is believed to have cached what was placed on it for so long, seconds",
+        minimum=1,
+    )
     placement_ttl_s: float = setting(
         120.0, "a placement of which no report comes is forgotten after this long, seconds", minimum=1
     )

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from services.router import predictions as module
 from services.router.predictions import LIFE_S, STRIDE, Predictions
 
 PROMPT = list(range(1, 42))
@@ -40,10 +39,36 @@ def test_a_lost_worker_has_no_future() -> None:
 
 
 def test_memory_is_bounded_however_fast_prompts_come() -> None:
+    predictions = Predictions(max_blocks=1000)
+    for start in range(0, 50_000, 500):
+        predictions.add("p", range(start + 1, start + 501), now=100)
+        assert len(predictions) <= 1000
+        assert predictions.overlaps(range(start + 1, start + 501), now=100) == {"p": 500}
+
+
+def test_placements_on_a_worker_that_tells_nothing_are_remembered_for_longer() -> None:
+    predictions = Predictions(silent_ttl_s=100)
+    predictions.set_silent({"silent": 10_000})
+    for worker in ("silent", "telling"):
+        predictions.add(worker, PROMPT, now=0)
+    assert predictions.overlaps(PROMPT, now=1) == {"silent": 41, "telling": 41}
+    assert predictions.overlaps(PROMPT, now=90) == {"silent": 41}
+    assert predictions.overlaps(PROMPT, now=201) == {}
+
+
+def test_no_more_is_remembered_of_a_silent_worker_than_it_has_room_for_and_the_latest_stays() -> None:
     predictions = Predictions()
-    for start in range(0, 10 * module.MOST_BLOCKS * STRIDE, 50_000):
-        predictions.add("p", range(start + 1, start + 50_001), now=100)
-        assert len(predictions) <= module.MOST_BLOCKS + 2 * 50_000 // STRIDE
+    predictions.set_silent({"silent": 20 * STRIDE})
+    prompts = [range(1 + 1000 * at, 1 + 1000 * at + 5 * STRIDE) for at in range(9)]
+    for prompt in prompts:
+        predictions.add("silent", prompt, now=0)
+        assert predictions.overlaps(prompt, now=0) == {"silent": 5 * STRIDE}
+        remembered = [one for one in prompts if predictions.overlaps(one, now=0)]
+        assert len(remembered) <= 4
+        assert len(predictions) <= 20 + 10  # some wait to be swept out
+    huge = range(10**6, 10**6 + 100 * STRIDE)
+    predictions.add("silent", huge, now=0)
+    assert predictions.overlaps(huge, now=0) == {"silent": 10 * STRIDE}
 
 
 def test_an_empty_prompt_predicts_nothing() -> None:

@@ -435,11 +435,14 @@ class WorkerBlocks(_message.Message):
     SEQ_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
     STALE_FIELD_NUMBER: _builtins.int
+    DP_RANK_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     epoch: _builtins.int
     seq: _builtins.int
     stale: _builtins.bool
     """True while a snapshot is being fetched."""
+    dp_rank: _builtins.int
+    """Data-parallel rank: each has a message of its own."""
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Device tier only."""
@@ -452,10 +455,11 @@ class WorkerBlocks(_message.Message):
         seq: _builtins.int = ...,
         hashes: _abc.Iterable[_builtins.int] | None = ...,
         stale: _builtins.bool = ...,
+        dp_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hashes", b"hashes", "instance_id", b"instance_id", "seq", b"seq", "stale", b"stale"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_rank", b"dp_rank", "epoch", b"epoch", "hashes", b"hashes", "instance_id", b"instance_id", "seq", b"seq", "stale", b"stale"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -574,12 +578,12 @@ class Placed(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     SPARSE_HASHES_FIELD_NUMBER: _builtins.int
-    PROMPT_BLOCKS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     sparse_hashes: _builtins.bytes
     """Some of the prompt's sequence hashes, the last one too: every eighth. 8 bytes each, little endian."""
-    prompt_blocks: _builtins.int
+    prompt_tokens: _builtins.int
     session_id: _builtins.str
     """The session that is served by this decode worker from now on; empty: none."""
     @_builtins.property
@@ -595,12 +599,12 @@ class Placed(_message.Message):
         decode: Global___PlacedShare | None = ...,
         prefill: Global___PlacedShare | None = ...,
         sparse_hashes: _builtins.bytes = ...,
-        prompt_blocks: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
         session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill", "prompt_blocks", b"prompt_blocks", "request_id", b"request_id", "session_id", b"session_id", "sparse_hashes", b"sparse_hashes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill", b"_prefill", "decode", b"decode", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session_id", b"session_id", "sparse_hashes", b"sparse_hashes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prefill: _TypeAlias = _typing.Literal["prefill"]  # noqa: Y015
     _WhichOneofArgType__prefill: _TypeAlias = _typing.Literal["_prefill", b"_prefill"]  # noqa: Y015
@@ -637,7 +641,7 @@ Global___PlacementNotice: _TypeAlias = PlacementNotice  # noqa: Y015
 @_typing.final
 class PlacementNotices(_message.Message):
     """What a router decided and was told, for the deployment's other routers. Published to
-    tokenmill.<deployment>.placements while there are others, a few milliseconds after the decision.
+    tokenmill.<deployment>.placements.<router_id> while there are others, a few milliseconds after the decision.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
