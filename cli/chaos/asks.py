@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["LONG_ANSWERS", "MIXED", "Ask", "Face", "Mix", "asks"]
+__all__ = ["LONG_ANSWERS", "MIXED", "REAL_MODEL", "Ask", "Face", "Mix", "asks"]
 
 
 class Face(StrEnum):
@@ -60,6 +60,10 @@ class Mix:
 MIXED = Mix(shortest_answer=1, longest_answer=240)
 LONG_ANSWERS = Mix(shortest_answer=300, longest_answer=400, beginnings=(0, 60), streamed=1.0, hang_ups=0.0, hasty=0.0)
 """Streams that are in their middle when something happens."""
+REAL_MODEL = Mix(
+    shortest_answer=8, longest_answer=40, beginnings=(0, 60, 250), hang_ups=0.15, hasty=0.0, deadline_s=300.0
+)
+"""For a small one on a CPU."""
 
 _WORDS = (
     *("the", "garden", "river", "letter", "music", "story", "question", "number", "quiet", "bright", "simple", "clear"),

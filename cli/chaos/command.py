@@ -8,15 +8,16 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
-from cli.chaos.asks import LONG_ANSWERS, MIXED, Mix
-from cli.chaos.plan import FAULTS, chosen
+from cli.chaos.plan import FAULTS, Parts, chosen
 from cli.chaos.report import Report
 from cli.chaos.run import Course, run
+from cli.chaos.scenarios import SCENARIOS, Scenario
 from cli.chaos.sim_answers import SimAnswers
 from cli.chaos.suite import Suite
 from cli.sections import ALL_SECTIONS
@@ -24,8 +25,9 @@ from cli.tables import print_table
 from cli.up.plan import make_plan
 from controlplane.deployment import RunFolder
 from controlplane.errors import SettingsError
-from controlplane.settings import CommonSettings, load
+from controlplane.settings import CommonSettings, Loaded, load
 from controlplane.telemetry import configure_logging
+from engines.models import DEMO, resolve_model
 from engines.settings import EngineSettings
 from services.router.settings import RouterSettings
 
@@ -43,71 +45,73 @@ nothing leaked, and everything came back.
 Settings of services (`tokenmill up --help`) may be given, too: --decode 4 --time-scale 5."""
 
 _DEFAULTS = (
-    "--engine", "sim", "--time-scale", "1", "--prefill", "2", "--decode", "2", "--kv-lease-s", "10",
-    "--placement-ttl-s", "15", "--drain-timeout-s", "10", "--port", "0",
-)  # fmt: skip
-"""Leases are short, so that a look for leaks need not wait."""
+    *("--prefill", "2", "--decode", "2", "--port", "0"),
+    # Short, so that a look for leaks need not wait.
+    *("--kv-lease-s", "10", "--placement-ttl-s", "15", "--drain-timeout-s", "10"),
+)
+_SIM_DEFAULTS = ("--engine", "sim")
+_VLLM_DEFAULTS = ("--engine", "vllm", "--prefill", "1", "--dtype", "float32", "--max-batched-tokens", "512")
+"""Greedy answers stay the same from one worker to another in float32."""
 _AFTER_LEASES_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Scenario:
-    """One fault, again and again, with time to recover in between."""
-
-    faults: str
-    mix: Mix
-    rate_s: float
-    spacing_s: float
-    network: bool = False
-    engine_faults: Mapping[str, str] = field(default_factory=lambda: {"prefill": "hang", "decode": "hang"})
-
-
-_WITH_BAD_KV = "kill-prefill,kill-decode,hang-up-clients"
-_SCENARIOS = {
-    "mixed": _Scenario("*", MIXED, 8.0, 4.0, network=True),
-    "decode-kill": _Scenario("kill-decode", LONG_ANSWERS, 6.0, 6.0),
-    "router-kill": _Scenario("kill-router", MIXED, 8.0, 6.0),
-    "etcd-away": _Scenario("away-etcd", MIXED, 8.0, 6.0),
-    "restarts": _Scenario("stop-*,drain-*", MIXED, 8.0, 6.0),
-    "corrupt-kv": _Scenario(_WITH_BAD_KV, MIXED, 8.0, 6.0, engine_faults={"prefill": "corrupt-block"}),
-    "late-kv": _Scenario(_WITH_BAD_KV, MIXED, 8.0, 6.0, engine_faults={"decode": "late-read"}),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the process's exit code."""
     arguments, settings = _parser().parse_known_args(sys.argv[2:] if argv is None else argv)
-    scenario = _SCENARIOS[arguments.scenario]
-    loaded = load(
-        ALL_SECTIONS, [*_DEFAULTS, *settings], os.environ, prog="tokenmill chaos", description=_DESCRIPTION
-    )  # fmt: skip
+    scenario = SCENARIOS[arguments.scenario]
+    real = scenario is SCENARIOS["real-model"]
+    defaults = (*_DEFAULTS, *(_VLLM_DEFAULTS if real else _SIM_DEFAULTS))
+    loaded = load(ALL_SECTIONS, [*defaults, *settings], os.environ, prog="tokenmill chaos", description=_DESCRIPTION)
     common, engine = loaded.get(CommonSettings), loaded.get(EngineSettings)
-    if engine.engine != "sim":
-        raise SettingsError("tokenmill chaos knows the right answers of --engine sim only", param="engine.engine")
+    _check(engine, real)
     configure_logging(replace(common, log_level="error"), service="chaos")
     with ExitStack() as stack:
         folder = RunFolder.claim(f"{common.deployment}-chaos")
         stack.callback(folder.remove)
-        plan = make_plan(loaded, engine.model, folder.path, os.environ)
+        plan = make_plan(loaded, resolve_model(engine.model or DEMO) if real else "", folder.path, os.environ)
         counts = {"router": arguments.routers, "frontend": arguments.frontends}
         suite = Suite(plan, counts, scenario.engine_faults, folder.path, secrets.token_hex(3), network=scenario.network)
-        leases_s = max(engine.kv_lease_s, loaded.get(RouterSettings).placement_ttl_s)
-        faults = chosen(arguments.faults or scenario.faults, suite.roles)
-        course = Course(
-            seed=arguments.seed,
-            seconds=arguments.minutes * 60,
-            rate_s=arguments.rate or scenario.rate_s,
-            mix=scenario.mix,
-            faults=[fault for fault in faults if scenario.network or not fault.network],
-            strikes=arguments.strikes,
-            spacing_s=scenario.spacing_s,
-            most_lease_s=leases_s + _AFTER_LEASES_S,
-        )
         if arguments.logs:
             stack.callback(_keep, folder.path / "logs", Path(arguments.logs))
-        report = asyncio.run(run(suite, course, lambda: SimAnswers(engine.seed), _say))
+        course = _course(arguments, scenario, loaded, suite.roles)
+        report = asyncio.run(run(suite, course, None if real else SimAnswers(engine.seed), _say))
     _show(report, arguments)
     return 0 if report.good else 1
+
+
+def _check(engine: EngineSettings, real: bool) -> None:
+    wanted = "vllm" if real else "sim"
+    if engine.engine != wanted:
+        raise SettingsError(
+            f"--engine {engine.engine} does not go with this scenario, which is about {wanted}; --scenario real-model "
+            "is for vllm, the others are for sim",
+            param="engine.engine",
+        )
+    if engine.model and not real:
+        raise SettingsError("the right answers of sim are known without a --model only", param="engine.model")
+
+
+def _course(arguments: argparse.Namespace, scenario: Scenario, loaded: Loaded, parts: Parts) -> Course:
+    faults = chosen(arguments.faults or scenario.faults, parts)
+    if not scenario.network:
+        faults = tuple(fault for fault in faults if not fault.network)
+    if arguments.lasts is not None:
+        lasts = arguments.lasts
+        faults = tuple(replace(one, longest_s=lasts, shortest_s=lasts) if one.longest_s else one for one in faults)
+    if not faults:
+        raise SettingsError("--faults: this scenario and these parts leave none to choose from", param="faults")
+    leases_s = max(loaded.get(EngineSettings).kv_lease_s, loaded.get(RouterSettings).placement_ttl_s)
+    return Course(
+        seed=arguments.seed,
+        seconds=arguments.minutes * 60,
+        rate_s=arguments.rate or scenario.rate_s,
+        mix=scenario.mix,
+        faults=faults,
+        strikes=arguments.strikes,
+        spacing_s=scenario.spacing_s,
+        most_lease_s=leases_s + _AFTER_LEASES_S,
+        recovery_s=scenario.recovery_s,
+    )
 
 
 def _say(text: str) -> None:
@@ -135,18 +139,20 @@ def _show(report: Report, arguments: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    names = ", ".join(fault.name for fault in FAULTS)
+    scenarios = "\n".join(f"  {name:14}{scenario.about}" for name, scenario in SCENARIOS.items())
+    faults = textwrap.fill(", ".join(fault.name for fault in FAULTS), 110, initial_indent="  ", subsequent_indent="  ")
     parser = argparse.ArgumentParser(
         prog="tokenmill chaos",
         description=_DESCRIPTION,
-        epilog=f"faults: {names}",
+        epilog=f"scenarios:\n{scenarios}\n\nfaults:\n{faults}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--minutes", type=float, default=2.0, metavar="N", help="how long [default %(default)g]")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="same seed: same faults [default %(default)s]")
-    parser.add_argument("--scenario", choices=_SCENARIOS, default="mixed", help="[default %(default)s]")
+    parser.add_argument("--scenario", choices=SCENARIOS, default="mixed", help="[default %(default)s]")
     parser.add_argument("--faults", metavar="LIST", help="names or patterns, comma separated; see below")
+    parser.add_argument("--lasts", type=float, metavar="SECONDS", help="how long each fault that lasts is to last")
     parser.add_argument("--strikes", type=int, default=4, metavar="N", help="faults in a round [default %(default)s]")
     parser.add_argument("--rate", type=float, metavar="N", help="requests a second")
     parser.add_argument("--routers", type=int, default=2, metavar="N", help="[default %(default)s]")

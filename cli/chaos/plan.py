@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from controlplane.errors import SettingsError
 
-__all__ = ["FAULTS", "Fault", "Strike", "chosen", "plan_round"]
+__all__ = ["FAULTS", "Fault", "Parts", "Strike", "chosen", "dealt", "plan_round"]
 
 Parts = Mapping[str, Sequence[str]]
 """Role ("decode", "etcd", ...) -> names of the processes in it."""
@@ -100,8 +100,14 @@ def chosen(patterns: str, parts: Parts) -> tuple[Fault, ...]:
     )
 
 
+def dealt(choose: random.Random, faults: Sequence[Fault]) -> Iterator[Fault]:
+    """Faults without end: each once, in any order, then each once more."""
+    while True:
+        yield from choose.sample(list(faults), len(faults))
+
+
 def plan_round(
-    choose: random.Random, faults: Sequence[Fault], parts: Parts, *, strikes: int, spacing_s: float
+    choose: random.Random, faults: Iterator[Fault], parts: Parts, *, strikes: int, spacing_s: float
 ) -> list[Strike]:
     """Strikes in the order of their times, about `spacing_s` apart, some while the one before lasts.
 
@@ -111,7 +117,7 @@ def plan_round(
     planned: list[Strike] = []
     at_s = choose.uniform(0.5, 1.5)
     for _ in range(strikes):
-        fault = choose.choice(faults)
+        fault = next(faults)
         part = choose.choice(list(parts[fault.role]))
         lasts_s = choose.uniform(min(fault.shortest_s, fault.longest_s), fault.longest_s)
         at_s = max([at_s, *(one.until_s for one in planned if one.part == part)])

@@ -7,18 +7,20 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import httpx
 
-from cli.chaos.asks import Mix, asks
+from cli.chaos.asks import Ask, Mix, asks
 from cli.chaos.clients import Client
 from cli.chaos.leaks import Baseline, held, most, outgrown
 from cli.chaos.load import Answers, Load
-from cli.chaos.plan import Fault, Strike, plan_round
+from cli.chaos.plan import Fault, Strike, dealt, plan_round
+from cli.chaos.recorded import pool_of, record, repeated
 from cli.chaos.report import Gap, Happened, Report, rows
+from cli.chaos.sim_answers import SimAnswers
 from cli.chaos.strikes import Striker
 from cli.chaos.suite import Suite, marked_processes
 from controlplane.errors import DeadlineExceeded
@@ -26,6 +28,7 @@ from controlplane.errors import DeadlineExceeded
 __all__ = ["Course", "run"]
 
 _START_TIMEOUT_S = 300.0
+_POOL = 16
 _HANDOFFS = "tokenmill_kv_handoffs_total "
 _POLL_S = 0.25
 _AFTER_LAST_STRIKE_S = 2.0
@@ -45,10 +48,15 @@ class Course:
     spacing_s: float
     most_lease_s: float
     """Longest that anything may be held for somebody who never comes."""
+    recovery_s: float
+    """Longest that a part may take until it is at work again."""
 
 
-async def run(suite: Suite, course: Course, make_answers: Callable[[], Answers], say: Callable[[str], None]) -> Report:
-    """Starts the suite, lets faults loose on it for as long as the course says, and ends it."""
+async def run(suite: Suite, course: Course, sim: SimAnswers | None, say: Callable[[str], None]) -> Report:
+    """Starts the suite, lets faults loose on it for as long as the course says, and ends it.
+
+    Of a real model the right answers are asked first, while nothing is wrong.
+    """
     began = time.monotonic()
     async with suite, AsyncExitStack() as stack:
         await suite.until_well(suite.everybody, _START_TIMEOUT_S)
@@ -60,8 +68,9 @@ async def run(suite: Suite, course: Course, make_answers: Callable[[], Answers],
         def disturbed(since: float, until: float) -> set[str]:
             return striker.disturbed(since, until)
 
-        load = Load(clients, asks(course.seed, course.mix), make_answers(), course.rate_s, disturbed)
-        striker = Striker(suite, load, say)
+        questions, answers = await _questions(clients[0], course, sim)
+        load = Load(clients, questions, answers, course.rate_s, disturbed)
+        striker = Striker(suite, load, course.recovery_s, say)
         leaks = await _rounds(suite, course, load, striker, say)
         handoffs = await _handoffs(suite)
         load_average = os.getloadavg()[0]
@@ -84,9 +93,17 @@ async def run(suite: Suite, course: Course, make_answers: Callable[[], Answers],
     )
 
 
+async def _questions(client: Client, course: Course, sim: SimAnswers | None) -> tuple[Iterator[Ask], Answers]:
+    if sim is not None:
+        return asks(course.seed, course.mix), sim
+    pool, answers = await record(client, pool_of(course.mix, _POOL))
+    return repeated(pool, course.mix, course.seed), answers
+
+
 async def _rounds(suite: Suite, course: Course, load: Load, striker: Striker, say: Callable[[str], None]) -> list[str]:
     """Returns what leaked."""
     choose = random.Random(course.seed)
+    faults = dealt(choose, course.faults)
     leaks: list[str] = []
     warm_up_s = min(5.0, course.seconds / 10)
     async with load.running():
@@ -98,7 +115,7 @@ async def _rounds(suite: Suite, course: Course, load: Load, striker: Striker, sa
     while time.monotonic() < ends:
         number += 1
         planned = plan_round(
-            choose, course.faults, suite.roles, strikes=course.strikes, spacing_s=course.spacing_s
+            choose, faults, suite.roles, strikes=course.strikes, spacing_s=course.spacing_s
         )  # fmt: skip
         async with load.running():
             async with asyncio.TaskGroup() as tasks:

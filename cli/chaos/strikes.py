@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from cli.chaos.checker import LEAVING
 from cli.chaos.links import Link, State
 from cli.chaos.load import Load
-from cli.chaos.plan import Strike
+from cli.chaos.plan import Fault, Strike
 from cli.chaos.suite import Suite
-from controlplane.errors import DeadlineExceeded
+from controlplane.errors import TokenmillError
 
 __all__ = ["Striker", "Struck"]
 
-_RECOVERY_TIMEOUT_S = 90.0
 _AFTERMATH_S = 2.0
 """What a fault brought about may still be met so long after its part is well again: others must hear of it."""
 _BURST = 64
@@ -61,11 +60,12 @@ class Struck:
 class Striker:
     """Keeps the book of what happened."""
 
-    def __init__(self, suite: Suite, load: Load, say: Callable[[str], None]) -> None:
+    def __init__(self, suite: Suite, load: Load, recovery_s: float, say: Callable[[str], None]) -> None:
         self.struck: list[Struck] = []
         self.unrecovered: list[str] = []
         self._suite = suite
         self._load = load
+        self._recovery_s = recovery_s
         self._say = say
 
     def disturbed(self, since: float, until: float) -> set[str]:
@@ -83,14 +83,28 @@ class Striker:
         pid = self._suite.supervisor.pid(part) if fault.action in _ENDING else 0
         self.struck.append(struck)
         self._say(f"{fault.name}: {part}" + (f" for {strike.lasts_s:.1f} s" if strike.lasts_s else ""))
-        async with self._spoilt(fault.action, part):
-            await asyncio.sleep(strike.lasts_s)
-        struck.over = time.monotonic()
         try:
-            await self._suite.until_well(self._concerned(fault.role, part), _RECOVERY_TIMEOUT_S, {part: pid})
+            async with self._spoilt(fault.action, part):
+                await asyncio.sleep(strike.lasts_s)
+            struck.over = time.monotonic()
+            await self._until_well(fault, part, pid)
             struck.well = time.monotonic()
-        except DeadlineExceeded as error:
+        except TokenmillError as error:
             self.unrecovered.append(f"{fault.name} of {part}: {error.message}")
+
+    async def _until_well(self, fault: Fault, part: str, pid: int) -> None:
+        concerned = self._concerned(fault.role, part)
+        restart = asyncio.create_task(self._bring_back(fault.action, part))
+        try:
+            await self._suite.until_well(concerned, self._recovery_s, {part: pid})
+            await restart
+        finally:
+            restart.cancel()
+
+    async def _bring_back(self, action: str, part: str) -> None:
+        """Starts again what ends in order, and would stay away."""
+        if action == "stop" or (action == "drain" and not await self._suite.undrain(part)):
+            await self._suite.supervisor.restart(part)
 
     def _concerned(self, role: str, part: str) -> list[str]:
         if role == "clients":
@@ -119,15 +133,11 @@ class Striker:
                     yield
                 finally:
                     _signal_group(pid, signal.SIGUSR2)
-            case "stop":
-                self._signal(part, signal.SIGTERM)
-                yield
             case "drain":
                 await self._suite.drain(part)
-                try:
-                    yield
-                finally:
-                    await self._suite.undrain(part)
+                yield
+            case "stop":
+                yield
             case "no-files":
                 with self._limited(part, resource.RLIMIT_NOFILE):
                     yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -103,7 +102,9 @@ def lay_out(
                 port = links[f"{server} of {name}"] = free_port()
                 own[variable] = address.format(_LINK_HOST, port)
             parts.append(part)
-            children.append(replace(spec, name=name, env={**(spec.env or {}), **own}))
+            children.append(
+                replace(spec, name=name, instance_id=own["TOKENMILL_INSTANCE_ID"], env={**(spec.env or {}), **own})
+            )
     return children, parts, links
 
 
@@ -222,11 +223,14 @@ class Suite:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
-    async def undrain(self, name: str) -> None:
-        """Takes a drain back. One that had nothing to wait for has ended the process, and another is on its way."""
+    async def undrain(self, name: str) -> bool:
+        """Takes a drain back. False: it had nothing to wait for, and the process ends."""
         request = control_pb2.UndrainRequest(instance_id=self._instance_id(name))
-        with contextlib.suppress(grpc.aio.AioRpcError):
+        try:
             await self._control(name).Undrain(request, timeout=_ASK_S)
+        except grpc.aio.AioRpcError:
+            return False
+        return True
 
     def _control(self, name: str) -> control_pb2_grpc.ControlStub:
         return control_pb2_grpc.ControlStub(self._channels[name])

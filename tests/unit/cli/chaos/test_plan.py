@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.chaos.plan import FAULTS, chosen, plan_round
+from cli.chaos.plan import FAULTS, Strike, chosen, dealt, plan_round
 from controlplane.errors import SettingsError
 
 PARTS = {
@@ -19,15 +19,26 @@ PARTS = {
 }
 
 
+def _planned(seed: int, strikes: int) -> list[Strike]:
+    choose = random.Random(seed)
+    return plan_round(choose, dealt(choose, FAULTS), PARTS, strikes=strikes, spacing_s=3)
+
+
+def test_every_fault_has_its_turn_before_one_comes_again() -> None:
+    planned = _planned(1, strikes=2 * len(FAULTS))
+    for half in (planned[: len(FAULTS)], planned[len(FAULTS) :]):
+        assert {one.fault for one in half} == set(FAULTS)
+
+
 def test_the_same_seed_gives_the_same_plan() -> None:
-    one, two = (plan_round(random.Random(5), FAULTS, PARTS, strikes=20, spacing_s=3) for _ in range(2))
+    one, two = (_planned(5, strikes=20) for _ in range(2))
     assert one == two
-    assert one != plan_round(random.Random(6), FAULTS, PARTS, strikes=20, spacing_s=3)
+    assert one != _planned(6, strikes=20)
 
 
 @given(seed=st.integers(0, 10_000))
 def test_of_each_role_one_part_is_well_at_any_time(seed: int) -> None:
-    planned = plan_round(random.Random(seed), FAULTS, PARTS, strikes=12, spacing_s=3)
+    planned = _planned(seed, strikes=12)
     assert [one.after_s for one in planned] == sorted(one.after_s for one in planned)
     for one in planned:
         assert one.part in PARTS[one.fault.role]
@@ -42,7 +53,7 @@ def test_of_each_role_one_part_is_well_at_any_time(seed: int) -> None:
 
 
 def test_faults_overlap_sometimes() -> None:
-    planned = plan_round(random.Random(1), FAULTS, PARTS, strikes=60, spacing_s=3)
+    planned = _planned(1, strikes=60)
     assert any(after.after_s < before.until_s for before, after in pairwise(planned))
 
 
