@@ -206,13 +206,17 @@ class KvIndex:
         if not holder.count:
             return
         bit = self._bit(holder, tier)
+        get = self.runs.by_hash.get
         self.changes += 1
         for block in hashes:
-            run = self._swept(block)
+            run = self._swept(block) if self._sweeping else get(block)
             if run is not None and run.holders & bit:
                 last = len(run.hashes) - 1
                 at = last if run.hashes[last] == block else run.hashes.index(block)
-                self.runs.change(run, at, at + 1, run.holders & ~bit)
+                if at == last and run.holders == bit:
+                    self.runs.drop_last(run, block)
+                else:
+                    self.runs.change(run, at, at + 1, run.holders & ~bit)
             elif holder.forgotten:  # the holder knows that it had it
                 self._forget(holder, -1, block)
             else:
@@ -314,7 +318,12 @@ class KvIndex:
 
     def overlaps(self, hashes: Sequence[int]) -> dict[str, int]:
         """`held`, as numbers of blocks in any tier."""
-        return {name: overlap.blocks for name, overlap in self.held(hashes).items()}
+        named: dict[str, int] = {}
+        for overlap, lanes in self.match(hashes):
+            blocks = overlap.blocks
+            for name in self._named(lanes):
+                named[name] = blocks
+        return named
 
     def blocks(self, holder: Holder, tier: Tier = Tier.DEVICE) -> list[int]:
         """All the index knows a holder to have in one tier. Goes over every run: for diagnosis and tests."""

@@ -110,6 +110,14 @@ class Runs:
         """Forgets a whole run."""
         self._drop(run, 0, len(run.hashes))
 
+    def drop_last(self, run: Run, block: int) -> None:
+        """Forgets its last block, which is this one: how engines evict, and so worth a short way."""
+        del self.by_hash[block]
+        run.hashes.pop()
+        run.next = block
+        if not run.hashes:
+            self._unlist(run)
+
     def discard(self, run: Run) -> None:
         """Forgets a run of which nothing is certain."""
         for block in run.hashes:
