@@ -14,7 +14,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection
 from enum import StrEnum
 
-__all__ = ["Breaker", "BreakerState", "Breakers", "Outcome"]
+from controlplane.errors import Draining, EngineFailed, TokenmillError, Unavailable
+from services.frontend.migration import FrontendFailed
+
+__all__ = ["Breaker", "BreakerState", "Breakers", "Outcome", "outcome_of"]
 
 _IN_A_ROW = 3
 _LAST = 20
@@ -42,6 +45,13 @@ class Outcome(StrEnum):
     BROKEN = "broken"
     NOTHING = "nothing"
     """Cancelled, refused for good reasons, or another's fault."""
+
+
+def outcome_of(error: TokenmillError) -> Outcome:
+    """What a call's error shows of the instance that it went to."""
+    if isinstance(error, Draining | FrontendFailed):
+        return Outcome.NOTHING
+    return Outcome.BROKEN if isinstance(error, Unavailable | EngineFailed) else Outcome.NOTHING
 
 
 class Breaker:

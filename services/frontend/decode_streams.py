@@ -19,6 +19,7 @@ from controlplane.telemetry import Logger, get_logger
 from services.frontend.answer import Answer
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.migration import FrontendFailed
+from services.frontend.progress import Progress, Pulse
 from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
 
 __all__ = ["DecodeStream", "DecodeStreams"]
@@ -28,6 +29,7 @@ _SILENT_TICKS = 3
 _TICK_S = 1.0
 _OPEN_TIMEOUT_S = 3.0
 _CANCEL_TIMEOUT_S = 2.0
+_CANCEL_AGAIN_S = 0.5
 _LAST_WORD_S = 1.0
 """Longest wait for a worker's usage once a stop string has ended an answer."""
 
@@ -45,6 +47,8 @@ class DecodeStream:
         self._last_slot = 0
         self._to_cancel: list[str] = []
         self._cancel_soon = asyncio.Event()
+        self._progress: dict[int, Progress] = {}
+        """As long as `_answers`."""
         self._silent_ticks = 0
         self._end_reason = "ended"
         self._call: grpc.aio.UnaryStreamCall[decode_pb2.AttachRequest, decode_pb2.StepBatch] | None = None
@@ -66,12 +70,13 @@ class DecodeStream:
         self._last_slot += 1  # never reused: a late token of an earlier request must not reach a later one
         slot = self._last_slot
         self._answers[slot] = answer
+        self._progress[slot] = Progress(answer.emitted)
         answer.on_stop = lambda: self._stop(slot)
         return slot
 
     def forget(self, slot: int, *, cancel: bool) -> None:
         """Nothing more is wanted of this answer; `cancel` tells the worker, at once."""
-        answer = self._answers.pop(slot, None)
+        answer = self._pop(slot)
         if answer is not None and cancel:
             self._cancel(answer)
 
@@ -96,12 +101,14 @@ class DecodeStream:
             start = end
         self._metrics.completion_tokens.inc(start)
         for finished in batch.finished:
-            answer = answers.pop(finished.slot, None)
+            answer = self._pop(finished.slot)
             if answer is not None:
                 try:
                     answer.finish(finished)
                 except Exception as error:  # must not take the others down
                     self._broken(finished.slot, answer, error)
+        if batch.HasField("pulse"):
+            self._judge(batch.pulse)
 
     async def read(self, min_flush_ms: int) -> None:
         """Feeds the answers until the stream ends, however it does; then they fail."""
@@ -137,6 +144,18 @@ class DecodeStream:
         if self._call is not None:
             self._call.cancel()
 
+    def _judge(self, message: decode_pb2.Pulse) -> None:
+        """Gives up the answers that this worker does not go on with, though it lives."""
+        pulse = Pulse(message.waiting_requests, message.queued_prefill_tokens, message.step_time_us * 1e-6)
+        stuck = [slot for slot, one in self._progress.items() if one.is_stuck(self._answers[slot].emitted, pulse)]
+        for slot in stuck:
+            self._answers[slot].fail(Unavailable("the worker lives, but gave this answer no token for too long"))
+            self.forget(slot, cancel=True)
+
+    def _pop(self, slot: int) -> Answer | None:
+        self._progress.pop(slot, None)
+        return self._answers.pop(slot, None)
+
     def _fail_all(self, error: TokenmillError) -> None:
         self.close(self._end_reason)
         if not self.attached.done():
@@ -147,6 +166,7 @@ class DecodeStream:
         for answer in self._answers.values():
             answer.fail(error)
         self._answers.clear()
+        self._progress.clear()
 
     def _stop(self, slot: int) -> None:
         """A stop string ended the answer; the worker's last word, its usage, is waited for a little."""
@@ -168,8 +188,11 @@ class DecodeStream:
             try:
                 await self.stub.Cancel(decode_pb2.CancelRequest(request_ids=ids), timeout=_CANCEL_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
-                # If the worker is gone, so are its requests; if it only dawdles, their own deadlines end them.
+                # Again, for as long as this stream lives. With the stream the worker cancels all that came by it.
                 self._log.warning("cancel failed", address=self.address, requests=len(ids), reason=error.code().name)
+                self._to_cancel += ids
+                self._cancel_soon.set()
+                await asyncio.sleep(_CANCEL_AGAIN_S)
 
     def _broken(self, slot: int, answer: Answer, error: Exception) -> None:
         self._log.error("answer failed unexpectedly", request_id=answer.request_id, exc_info=error)
@@ -215,6 +238,10 @@ class DecodeStreams:
         """Whether answers can come from there now."""
         stream = self._streams.get(address)
         return stream is not None and stream.is_open
+
+    def stream_id(self, address: str) -> str:
+        """Of the open stream; empty: there is none."""
+        return self._streams[address].attach_id if self.is_open(address) else ""
 
     async def get(self, address: str) -> DecodeStream:
         """An open stream to this worker. Raises `Unavailable`."""

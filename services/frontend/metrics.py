@@ -78,6 +78,9 @@ class FrontendMetrics:
             ["stage"],
             registry=registry,
         )
+        self.breakers = Gauge(
+            "tokenmill_breakers", "Workers by the state of their circuit breaker", ["state"], registry=registry
+        )
         self.slow_clients = Counter(
             "tokenmill_slow_clients", "Requests cancelled because the client did not read", registry=registry
         )

@@ -48,13 +48,20 @@ class Models:
     Iterating `changes` does the loading; everything else answers at once from the present picture.
     """
 
-    def __init__(self, discovery: Discovery, seed: int, is_open: Callable[[str], bool]) -> None:
+    def __init__(
+        self, discovery: Discovery, seed: int, is_open: Callable[[str], bool], *, replacement_wait_s: float
+    ) -> None:
         self._discovery = discovery
+        self._replacement_wait_s = replacement_wait_s
         self._seed = seed
         self._is_open = is_open
         """Whether there is an open stream to the decode worker at this address."""
         self._loaded: dict[str, ServedModel] = {}
         self._changed = asyncio.Event()
+        self._waiters: set[asyncio.Future[None]] = set()
+        """Who waits for the next change."""
+        self._unserved_since: dict[str, float] = {}
+        """In the loop's time; models not in it can be served."""
         self._conflicts: set[str] = set()
         """Instances that serve something else under a name in use, as the log was told."""
         self._log = get_logger(__name__)
@@ -78,18 +85,45 @@ class Models:
 
     def look_again(self) -> None:
         """Instances or streams have changed."""
+        for name in self._loaded:
+            self._note_served(name)
         self._changed.set()
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def change(self, timeout_s: float) -> bool:
+        """Waits until instances or streams change. False: they did not in time."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            async with asyncio.timeout(max(timeout_s, 0.0)):
+                await waiter
+        except TimeoutError:
+            return False
+        finally:
+            self._waiters.discard(waiter)
+        return True
+
+    def unserved_since(self, name: str) -> float | None:
+        """Since when no stream is open to any worker of a model, in the loop's time. None: one is."""
+        return self._unserved_since.get(name)
+
+    def _note_served(self, name: str) -> None:
+        if self._is_served(name):
+            self._unserved_since.pop(name, None)
+        else:
+            self._unserved_since.setdefault(name, asyncio.get_running_loop().time())
+
+    def _is_served(self, name: str) -> bool:
+        return any(self._is_open(worker.address) for worker in self.workers(name))
 
     def servable(self) -> list[ServedModel]:
         """Those that can be served now, by name: to one of their workers at least a stream is open."""
-        return [
-            model
-            for name, model in sorted(self._loaded.items())
-            if any(self._is_open(worker.address) for worker in self.workers(name))
-        ]
+        return [model for name, model in sorted(self._loaded.items()) if self._is_served(name)]
 
-    def workers(self, name: str) -> list[Instance]:
-        """Decode workers that may take a request for this model, only the most hopeful ones.
+    def workers(self, name: str, usable: Callable[[Instance], bool] = lambda _: True) -> list[Instance]:
+        """Decode workers that may take a request for this model, only the most hopeful ones of the usable.
 
         Best are those with an open stream, also when discovery has not heard of them for a while; then ready ones, then
         quiet ones.
@@ -103,6 +137,7 @@ class Models:
             and instance.model.name == name
             and instance.state in (State.READY, State.SUSPECT)
             and (loaded is None or _same_prompts(loaded.card, instance.model))
+            and usable(instance)
         ]
         best = max(((is_open, ready) for _, ready, is_open in found), default=None)
         return [instance for instance, ready, is_open in found if (is_open, ready) == best]
@@ -110,7 +145,7 @@ class Models:
     def find(self, name: str) -> ServedModel:
         """The model of this name; an empty name means the only one there is.
 
-        Raises `ModelNotFound`, or `Unavailable` when it is known and nobody serves it now.
+        Raises `ModelNotFound`, or `Unavailable` when it is known and nobody has served it for a while.
         """
         if not name:
             servable = self.servable()
@@ -120,7 +155,7 @@ class Models:
                 raise Unavailable("no model is ready to be served yet", retry_after_s=_RETRY_AFTER_S)
             return servable[0]
         model = self._loaded.get(name)
-        if model is not None and self.workers(name):
+        if model is not None and (self.workers(name) or not self._is_abandoned(name)):
             return model
         if model is not None or any(one.model and one.model.name == name for one in self._decode_instances()):
             raise Unavailable(
@@ -130,6 +165,11 @@ class Models:
             )
         known = _names(self.servable()) or "none"
         raise ModelNotFound(f"The model {shown(name)} does not exist; served now: {known}", param="model")
+
+    def _is_abandoned(self, name: str) -> bool:
+        """Whether it has been without a worker for so long that no request waits for one any more."""
+        since = self._unserved_since.get(name)
+        return since is not None and asyncio.get_running_loop().time() >= since + self._replacement_wait_s
 
     def _decode_instances(self) -> list[Instance]:
         return [one for one in self._discovery.instances.values() if one.role == "decode"]
@@ -155,6 +195,7 @@ class Models:
                 continue
             try:
                 self._loaded[card.name] = await asyncio.to_thread(self._load, card)
+                self._note_served(card.name)
             except SettingsError as error:
                 failed = True
                 self._log.error("model cannot be served", model=card.name, reason=error.message)

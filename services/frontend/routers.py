@@ -8,13 +8,14 @@ and the request keeps its place for as long as it has time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from controlplane.channels import Channels
 from controlplane.discovery import Discovery
 from controlplane.errors import DeadlineExceeded, InvalidRequest, Overloaded, TokenmillError, Unavailable
-from controlplane.instances import State
+from controlplane.instances import Instance, State
 from controlplane.telemetry import get_logger
+from services.frontend.breaker import Breakers, Outcome
 from services.frontend.calls import left_s, metadata, result
 from services.frontend.generation import Generation
 from services.frontend.reports import Reports
@@ -31,49 +32,105 @@ _FINAL = (Overloaded, InvalidRequest, DeadlineExceeded)
 """What a router refuses is refused: another, or none, would do it wrongly or no better."""
 
 
+class _Silent(Unavailable):
+    """It has not answered."""
+
+
 class Routers:
     """The deployment's routers, as one frontend uses them."""
 
     def __init__(
-        self, settings: FrontendSettings, discovery: Discovery, seed: int, channels: Channels, reports: Reports
+        self,
+        settings: FrontendSettings,
+        discovery: Discovery,
+        seed: int,
+        channels: Channels,
+        reports: Reports,
+        *,
+        frontend_id: str,
     ) -> None:
         self._settings = settings
         self._discovery = discovery
         self._seed = seed
         self._channels = channels
         self._reports = reports
+        self._frontend_id = frontend_id
         self._turn = 0
         self._log = get_logger(__name__)
+        self._breakers = Breakers(
+            lambda router, state: self._log.warning("circuit breaker", router=router, state=state.value)
+        )
 
     async def schedule(
-        self, generation: Generation, request_id: str, excluded: Sequence[str]
+        self, generation: Generation, request_id: str, excluded: Sequence[str], avoided: Sequence[str]
     ) -> tuple[str, router_pb2.ScheduleResponse] | None:
         """The router's address and its word. None: no router answered in time, or none knows a worker.
 
         Raises what a router refused the request with.
         """
-        request = _request(generation, request_id, self._seed, excluded)
+        request = self._request(generation, request_id, excluded, avoided)
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._settings.schedule_timeout_s
-        for router in self._in_turn():
+        routers = self._in_turn()
+        for number, router in enumerate(routers):
+            now = loop.time()
+            if now >= give_up_at:
+                break
+            share_s = (give_up_at - now) / (len(routers) - number)  # a stopped one must leave the next one some time
+            outcome = Outcome.NOTHING
+            self._breakers.began(router.instance_id, router.epoch, now)
             try:
-                return router, await self._ask(router, request, generation, give_up_at)
+                placed = await self._ask(router.address, request, generation, now + share_s)
+                outcome = Outcome.GOOD
+                return router.address, placed
             except _FINAL:
+                outcome = Outcome.GOOD
                 raise
             except TokenmillError as error:
-                self._log.warning("this router does not decide", router=router, reason=error.message)
-            if loop.time() >= give_up_at:
-                break
+                outcome = Outcome.BROKEN if isinstance(error, _Silent) else Outcome.NOTHING
+                self._log.warning("this router does not decide", router=router.instance_id, reason=error.message)
+            finally:
+                self._breakers.ended(router.instance_id, router.epoch, outcome, loop.time())
         return None
 
-    def _in_turn(self) -> Iterator[str]:
-        """Addresses, the best first; equals take turns."""
-        routers = [one for one in self._discovery.by_service("router") if one.state in _STATES]
+    def forget(self, router: str, request_id: str) -> None:
+        """The router at this address may have placed the request: nothing will come of that."""
+        self._reports.add(router, router_pb2.Outcome(request_id=request_id, freed=router_pb2.Freed()))
+
+    def _in_turn(self) -> list[Instance]:
+        """The best first; equals take turns. Those that said nothing of late are left out: better blind than late."""
+        routers = self._discovery.by_service("router")
+        self._breakers.keep({one.instance_id for one in routers})
+        silent = self._breakers.avoided(asyncio.get_running_loop().time())
         self._turn += 1
+        in_turn: list[Instance] = []
         for state in _STATES:
-            equals = sorted((one.instance_id, one.address) for one in routers if one.state is state)
-            for at in range(len(equals)):
-                yield equals[(at + self._turn) % len(equals)][1]
+            equals = [one for one in routers if one.state is state and one.instance_id not in silent]
+            equals.sort(key=lambda one: one.instance_id)
+            in_turn += [equals[(at + self._turn) % len(equals)] for at in range(len(equals))]
+        return in_turn
+
+    def _request(
+        self, generation: Generation, request_id: str, excluded: Sequence[str], avoided: Sequence[str]
+    ) -> router_pb2.ScheduleRequest:
+        routing = generation.routing
+        return router_pb2.ScheduleRequest(
+            request_id=request_id,
+            model=generation.model.name,
+            block_hashes=generation.block_hashes(self._seed),
+            prompt_tokens=len(generation.prompt),
+            max_tokens=generation.sampling.max_tokens or 0,
+            excluded_instances=excluded,
+            avoided_instances=avoided,
+            frontend_id=self._frontend_id,
+            priority=routing.priority,
+            tenant=routing.tenant,
+            labels=routing.labels,
+            session_id=routing.session_id,
+            session_hard=routing.session_hard,
+            pinned_instance=routing.worker,
+            timeout_ms=max(round(left_s(generation) * 1000), 1),
+        )
 
     async def _ask(
         self, router: str, request: router_pb2.ScheduleRequest, generation: Generation, give_up_at: float
@@ -89,9 +146,7 @@ class Routers:
         finally:
             answer.cancel()
             if not told:
-                # It may have placed the request all the same, and must not wait for its end.
-                freed = router_pb2.Outcome(request_id=request.request_id, freed=router_pb2.Freed())
-                self._reports.add(router, freed)
+                self.forget(router, request.request_id)
 
     async def _held(
         self,
@@ -107,7 +162,7 @@ class Routers:
             asked_s = max(give_up_at - loop.time(), 0.001)
             waits = await _waits(stub, request_id, asked_s)
             if not waits and not await _done(answer, give_up_at - loop.time()):
-                raise Unavailable(f"the router said nothing for {self._settings.schedule_timeout_s:g} s")
+                raise _Silent(f"the router said nothing for {self._settings.schedule_timeout_s:g} s")
             ask_again_s = _STILL_WAITING_S
             give_up_at = loop.time() + ask_again_s + self._settings.schedule_timeout_s
         return answer.result()
@@ -124,22 +179,3 @@ async def _waits(stub: router_pb2_grpc.RouterStub, request_id: str, timeout_s: f
     except TokenmillError:
         return False
     return asked.waiting
-
-
-def _request(generation: Generation, request_id: str, seed: int, excluded: Sequence[str]) -> router_pb2.ScheduleRequest:
-    routing = generation.routing
-    return router_pb2.ScheduleRequest(
-        request_id=request_id,
-        model=generation.model.name,
-        block_hashes=generation.block_hashes(seed),
-        prompt_tokens=len(generation.prompt),
-        max_tokens=generation.sampling.max_tokens or 0,
-        excluded_instances=excluded,
-        priority=routing.priority,
-        tenant=routing.tenant,
-        labels=routing.labels,
-        session_id=routing.session_id,
-        session_hard=routing.session_hard,
-        pinned_instance=routing.worker,
-        timeout_ms=max(round(left_s(generation) * 1000), 1),
-    )

@@ -58,9 +58,19 @@ class FrontendService:
         seed = await discovery.deployment_seed()
         streams = DecodeStreams(host.channels, settings.min_flush_ms, metrics)
         reports = self._reports = Reports(host.channels)
-        models = Models(discovery, seed, streams.is_open)
+        models = Models(discovery, seed, streams.is_open, replacement_wait_s=settings.replacement_wait_s)
         streams.on_change = models.look_again
-        dispatcher = Dispatcher(settings, discovery, seed, host.channels, models, streams, reports, metrics)
+        dispatcher = Dispatcher(
+            settings,
+            discovery,
+            seed,
+            host.channels,
+            models,
+            streams,
+            reports,
+            metrics,
+            frontend_id=host.instance.instance_id,
+        )
         door = self._door = FrontDoor(settings, models, dispatcher, metrics)
 
         def follow() -> None:
@@ -77,7 +87,7 @@ class FrontendService:
 
         host.spawn(streams.run(), "decode streams")
         host.spawn(reports.run(), "reports to routers")
-        host.spawn(dispatcher.maintain(), "KV releases")
+        host.spawn(dispatcher.maintain(), "KV releases and breakers")
         host.spawn(publish_readiness(), "models")
         self._unfollow = discovery.subscribe(follow)
         follow()

@@ -57,6 +57,11 @@ class FrontendSettings:
     max_attempts: int = setting(
         3, "workers that one answer is tried on, one after another, before it fails", minimum=1, maximum=100
     )
+    replacement_wait_s: float = setting(
+        30.0,
+        "longest wait for a worker while nobody can serve a model, as after a crash, before 503, seconds",
+        minimum=0,
+    )
     migration: bool = setting(
         True,
         "an answer whose worker is lost goes on on another; off: it ends with an error once any of it was sent",

@@ -39,7 +39,7 @@ PROMPT = "the one and the other " * 8
 @pytest.fixture(scope="module")
 def frontend(etcd: str, nats: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
     """One of its own: the router here is for all its models."""
-    flags = ("--prefill-timeout-s", "2", "--schedule-timeout-s", "2")
+    flags = ("--prefill-timeout-s", "2", "--schedule-timeout-s", "2", "--replacement-wait-s", "1")
     with running_frontend(etcd, nats, tmp_path_factory.mktemp("frontend") / "log", *flags) as running:
         yield running
 
