@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 from cli.chaos.asks import LONG_ANSWERS, MIXED, REAL_MODEL, Mix
 
 __all__ = ["SCENARIOS", "Scenario"]
 
-_CAN_HANG = MappingProxyType({"prefill": "hang", "decode": "hang"})
+
+def _can_hang() -> Mapping[str, str]:
+    return {"prefill": "hang", "decode": "hang"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Scenario:
     """Between two faults, about. Far enough apart, one is over before the next."""
     network: bool = False
     """Whether workers and routers are reached through links."""
-    engine_faults: Mapping[str, str] = _CAN_HANG
+    engine_faults: Mapping[str, str] = field(default_factory=_can_hang)
     """Role -> what its simulated engines can do wrong."""
     recovery_s: float = 90.0
 
