@@ -57,8 +57,10 @@ descriptors: .venv/.ready ## dist/tokenmill.binpb: all protos in one file, for g
 docs: .venv/.ready ## write the pages of settings and metrics
 	@$(VENV)/python scripts/docs.py
 
-bench: .venv/.ready ## CPU time a token and a request of every service, on a simulated engine
+bench: .venv/.ready ## CPU time a token and a request of every service, on a simulated engine; then the router's
 	@$(VENV)/python benchmarks/bench_suite.py $(ARGS)
+	@$(VENV)/python benchmarks/bench_index.py
+	@$(VENV)/python benchmarks/bench_schedule.py
 
 chaos: .venv/.ready ## make parts of a deployment fail, and check every answer: see docs/reliability.md
 	@$(VENV)/tokenmill chaos $(ARGS)

@@ -38,7 +38,6 @@ HAND_STEPS = 256
 """Runs the clock's hand looks at before it takes the next one, used or not."""
 
 _BITS = {Tier.DEVICE: 1, Tier.HOST: 2, Tier.DISK: 4, Tier.PEER: 8}
-_FASTEST = [0, *((digit & -digit).bit_length() - 1 for digit in range(1, 16))]
 _DIGITS = bytes.maketrans(b"01", b"\0\1")
 
 
@@ -103,7 +102,7 @@ class KvIndex:
         self._routed = 0
         """Lanes a match answers for."""
         self._tiered = 0
-        """Lanes of holders that have had a block below the device."""
+        """All four bits of open holders that have had a block below the device."""
         self._dead = 0
         """All four bits of closed holders whose bits still stand in runs."""
         self._sweeping = 0
@@ -132,7 +131,7 @@ class KvIndex:
             self.changes += 1
             self._dead |= lane * 15
             self._routed &= ~lane
-            self._tiered &= ~lane
+            self._tiered &= ~(lane * 15)
             self._owners[lane.bit_length() >> 2] = None
         holder._lane = 0
         holder._reset()
@@ -260,41 +259,58 @@ class KvIndex:
 
     def match(self, hashes: Sequence[int]) -> Match:
         """How many leading blocks of a prompt each routed holder has, by lane."""
-        get, tiered = self.runs.by_hash.get, self._tiered
+        get = self.runs.by_hash.get
+        run = get(hashes[0]) if hashes else None
+        if run is not None and run.holders & self._tiered:
+            return self._match_tiers(hashes)
         found: Match = []
         current = self._routed
-        lower: list[tuple[int, int]] = []
-        """(depth at which a run begins, its holders), if some of those that are left have tiers."""
-        mixed = 0
-        """Lanes that were met with a block below the device."""
         at, end = 0, len(hashes)
-        while at < end:
+        while run is not None:
+            run.used = True
+            left = current & run.holders
+            if left != current:
+                if at:
+                    found.append((Overlap(at), current & ~left))
+                current = left
+                if not left:
+                    return found
+            at = _end_in(run, hashes, at, get)
+            run = get(hashes[at]) if at < end else None
+        if at and current:
+            found.append((Overlap(at), current))
+        return found
+
+    def _match_tiers(self, hashes: Sequence[int]) -> Match:
+        """The same where some of those who hold the first block have it, or others, below the device."""
+        get = self.runs.by_hash.get
+        found: Match = []
+        alike = {Overlap(): self._routed}
+        """Lanes, by what they have of the prompt so far."""
+        at, end = 0, len(hashes)
+        while at < end and alike:
             run = get(hashes[at])
             if run is None:
                 break
             run.used = True
-            holders = run.holders
-            if tiered & current:
-                lower.append((at, holders))
-                anywhere = holders | holders >> 1 | holders >> 2 | holders >> 3
-                mixed |= current & anywhere & ~holders
-                left = current & anywhere
-            else:
-                left = current & holders
-            if left != current:
-                if at:
-                    self._settle(found, at, current & ~left, mixed, lower)
-                current = left
-                if not left:
-                    return found
-            stop = at + len(run.hashes)
-            if stop > end:
-                stop = end
-            if get(hashes[stop - 1]) is not run:
-                stop = _leaves(run, hashes, at, stop, get)
-            at = stop
+            stop = _end_in(run, hashes, at, get)
+            longer: dict[Overlap, int] = {}
+            for overlap, lanes in alike.items():
+                for tier in range(4):  # fastest first
+                    here = lanes & run.holders >> tier
+                    if here:
+                        counts = list(overlap)
+                        counts[tier] += stop - at
+                        key = Overlap(*counts)
+                        longer[key] = longer.get(key, 0) | here
+                        lanes &= ~here
+                        if not lanes:
+                            break
+                if lanes and at:
+                    found.append((overlap, lanes))
+            alike, at = longer, stop
         if at:
-            self._settle(found, at, current, mixed, lower)
+            found.extend(alike.items())
         return found
 
     def held(self, hashes: Sequence[int]) -> dict[str, Overlap]:
@@ -330,25 +346,6 @@ class KvIndex:
         bit = holder._lane * _BITS[tier]
         return [block for run in self.runs.all if run.holders & bit for block in run.hashes]
 
-    def _settle(self, found: Match, depth: int, lanes: int, mixed: int, lower: list[tuple[int, int]]) -> None:
-        """Lanes whose leading blocks end at this depth."""
-        alike = lanes & ~mixed
-        if alike:
-            found.append((Overlap(depth), alike))
-        if not lanes & mixed:
-            return
-        overlaps: dict[Overlap, int] = {}
-        for holder in self.holders(lanes & mixed):
-            counts = [0, 0, 0, 0]
-            stop = depth
-            for start, holders in reversed(lower):
-                if start < depth:
-                    counts[_FASTEST[holder.tiers_in(holders)]] += stop - start
-                    stop = start
-            overlap = Overlap(*counts)
-            overlaps[overlap] = overlaps.get(overlap, 0) | holder._lane
-        found.extend(overlaps.items())
-
     def _named(self, lanes: int) -> Sequence[str]:
         if lanes.bit_count() <= FEW:
             digits, names, at = f"{lanes:x}"[::-1], [], -1
@@ -382,7 +379,7 @@ class KvIndex:
                 self._routed |= lane
         if tier is Tier.DEVICE:
             return lane
-        self._tiered |= lane
+        self._tiered |= lane * 15
         return lane * _BITS[tier]
 
     def _swept(self, block: int) -> Run | None:
@@ -452,8 +449,11 @@ def _common(run: Run, start: int, hashes: Sequence[int], at: int) -> int:
     return next(position for position in range(count) if mine[position] != theirs[position])
 
 
-def _leaves(run: Run, hashes: Sequence[int], at: int, stop: int, get: Callable[[int], Run | None]) -> int:
-    """The first of `hashes` after `at`, where the run is met, that is not in it; the one before `stop` is not."""
+def _end_in(run: Run, hashes: Sequence[int], at: int, get: Callable[[int], Run | None]) -> int:
+    """The first of `hashes` after `at`, where the run is met, that is not in it."""
+    stop = min(at + len(run.hashes), len(hashes))
+    if get(hashes[stop - 1]) is run:
+        return stop
     high = stop - 1
     while high - at > 1:
         middle = (at + high) >> 1
