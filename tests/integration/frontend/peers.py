@@ -213,7 +213,11 @@ def card_of(model: str, **changes: Any) -> ModelCard:
 
 @asynccontextmanager
 async def published(
-    frontend: Frontend, service: str, add: Callable[[grpc.aio.Server], object], model: ModelCard | None = None
+    frontend: Frontend,
+    service: str,
+    add: Callable[[grpc.aio.Server], object],
+    model: ModelCard | None = None,
+    instance_id: str = "",
 ) -> AsyncIterator[tuple[Instance, grpc.aio.Server, Discovery]]:
     """A gRPC server, and its record in etcd."""
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
@@ -222,9 +226,9 @@ async def published(
     await server.start()
     discovery = await Discovery.connect(frontend.etcd, frontend.deployment, CollectorRegistry(), timeout_s=10)
     instance = Instance(
-        service=service, instance_id=f"{service}-{uuid.uuid4().hex[:8]}", state=State.READY, epoch=time.time_ns(),
-        address=f"127.0.0.1:{port}", pid=0, host="here", version="0", role="" if service == "router" else service,
-        model=model,
+        service=service, instance_id=instance_id or f"{service}-{uuid.uuid4().hex[:8]}", state=State.READY,
+        epoch=time.time_ns(), address=f"127.0.0.1:{port}", pid=0, host="here", version="0",
+        role="" if service == "router" else service, model=model,
     )  # fmt: skip
     await discovery.register(instance)
     try:
@@ -236,13 +240,16 @@ async def published(
 
 
 @asynccontextmanager
-async def serving(frontend: Frontend, worker: ScriptedDecode, **card: Any) -> AsyncIterator[ScriptedDecode]:
+async def serving(
+    frontend: Frontend, worker: ScriptedDecode, *, instance_id: str = "", **card: Any
+) -> AsyncIterator[ScriptedDecode]:
     """A decode worker in the frontend's deployment; returns when the frontend serves its model."""
 
     def add(server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(worker, server)
 
-    async with published(frontend, "decode", add, card_of(worker.model, **card)) as (instance, server, _):
+    model = card_of(worker.model, **card)
+    async with published(frontend, "decode", add, model, instance_id) as (instance, server, _):
         worker.address, worker.instance_id, worker.server = instance.address, instance.instance_id, server
         async with httpx.AsyncClient() as client, asyncio.timeout(10):
             while (await client.get(f"{frontend.url}/v1/models/{worker.model}")).status_code != 200:  # noqa: ASYNC110
@@ -268,6 +275,9 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
         self.targets: list[ScriptedDecode] = []
         """Tried in order, leaving out what the request excludes."""
         self.prefill: router_pb2.Target | None = None
+        self.epoch = 0
+        """Of its targets."""
+        self.server: grpc.aio.Server | None = None
         self.refusal: TokenmillError | None = None
         self.delay_s = 0.0
         self.asked: list[router_pb2.ScheduleRequest] = []
@@ -282,7 +292,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServicer):
             raise self.refusal
         for worker in self.targets:
             if worker.instance_id not in request.excluded_instances:
-                target = router_pb2.Target(instance_id=worker.instance_id, address=worker.address)
+                target = router_pb2.Target(instance_id=worker.instance_id, address=worker.address, epoch=self.epoch)
                 return router_pb2.ScheduleResponse(decode=target, prefill=self.prefill)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "no worker is left")
         raise AssertionError
@@ -337,7 +347,7 @@ async def routing(frontend: Frontend) -> AsyncIterator[ScriptedRouter]:
     """A router in the frontend's deployment; the frontend asks it as soon as it has seen it."""
     router = ScriptedRouter()
     add = router_pb2_grpc.add_RouterServicer_to_server
-    async with published(frontend, "router", lambda server: add(router, server)):
+    async with published(frontend, "router", lambda server: add(router, server)) as (_, router.server, _):
         yield router
 
 
