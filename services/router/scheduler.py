@@ -130,9 +130,9 @@ class Scheduler:
             prefill_share = prefill.share(computes=True, arrived_at=now)
             self._book.place(request.request_id, decode_share, prefill_share, now)
             self._predictions.add(prefill.worker.instance_id, hashes, now)
-            self._policy.chosen(prefill.worker)
+            self._policy.chosen(Job.PREFILL, prefill.worker, now)
         self._predictions.add(decode.instance_id, hashes, now)
-        self._policy.chosen(decode)
+        self._policy.chosen(decision.decode.candidates.job, decode, now)
         if request.session_id:
             self._sessions.settle(request.session_id, decode.instance_id, now)
 

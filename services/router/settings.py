@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from controlplane.settings import setting
-from services.router.policies import POLICIES
+from services.router.policies import POLICIES, Parameters
 
 __all__ = ["RouterSettings"]
 
@@ -46,3 +46,32 @@ class RouterSettings:
         minimum=0,
         maximum=100,
     )
+    overlap_weight: float = setting(
+        1.0, "policy linear: what a prompt block to compute counts against a block in memory", minimum=0
+    )
+    temperature: float = setting(
+        0.0, "policy linear: 0 takes the best, more draws among the better ones", minimum=0, maximum=100
+    )
+    kv_headroom: float = setting(
+        0.05, "policy ttft: part of a worker's KV blocks to leave free while another worker can", minimum=0, maximum=1
+    )
+    max_itl_ms: float = setting(
+        0.0, "policy ttft: predicted inter-token time a worker is not brought over while another can; 0: any", minimum=0
+    )
+    session_ttl_s: float = setting(
+        600.0, "a session that asks for nothing for so long has no worker of its own any more, seconds", minimum=0
+    )
+    explain_ring: int = setting(
+        1000, "latest decisions that `tokenmill router explain` can tell of", minimum=0, maximum=1_000_000
+    )
+    decisions_log: str = setting("", "file that every decision goes to, as a line of JSON", metavar="FILE")
+
+    @property
+    def parameters(self) -> Parameters:
+        """What a user may tune of a policy."""
+        return Parameters(
+            overlap_weight=self.overlap_weight,
+            temperature=self.temperature,
+            kv_headroom=self.kv_headroom,
+            max_itl_s=self.max_itl_ms / 1000,
+        )

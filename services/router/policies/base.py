@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.router.candidates import Candidates
+from services.router.candidates import Candidates, Job
 from services.router.workers import Worker
 
 __all__ = ["Parameters", "Policy"]
@@ -19,6 +19,7 @@ class Parameters:
     temperature: float = 0.0
     kv_headroom: float = 0.05
     max_itl_s: float = 0.0
+    """0: no limit."""
 
 
 class Policy(Protocol):
@@ -34,5 +35,5 @@ class Policy(Protocol):
     def score(self, candidates: Candidates) -> list[float]:
         """A score for each, lower is better. Scores of different jobs are never compared with each other."""
 
-    def chosen(self, worker: Worker) -> None:
+    def chosen(self, job: Job, worker: Worker, now: float) -> None:
         """This one was taken."""

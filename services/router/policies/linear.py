@@ -41,5 +41,5 @@ class Linear:
         rows = zip(candidates.queued_tokens, candidates.uncached, resident, strict=True)
         return [weight * (queued + uncached) + blocks for queued, uncached, blocks in rows]
 
-    def chosen(self, worker: Worker) -> None:
+    def chosen(self, job: Job, worker: Worker, now: float) -> None:
         """Nothing to remember."""

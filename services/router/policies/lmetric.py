@@ -41,5 +41,5 @@ class Lmetric:
             (queued + (uncached if uncached > block else block)) * (requests + 1) for queued, uncached, requests in rows
         ]
 
-    def chosen(self, worker: Worker) -> None:
+    def chosen(self, job: Job, worker: Worker, now: float) -> None:
         """Nothing to remember."""

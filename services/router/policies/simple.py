@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.router.candidates import Candidates
+from services.router.candidates import Candidates, Job
 from services.router.policies.base import Parameters
 from services.router.workers import Worker
 
@@ -33,7 +33,7 @@ class RoundRobin:
         last = self._last.get
         return [last(worker.instance_id, 0) for worker in candidates.workers]
 
-    def chosen(self, worker: Worker) -> None:
+    def chosen(self, job: Job, worker: Worker, now: float) -> None:
         """Its turn."""
         self._turn += 1
         self._last.pop(worker.instance_id, None)
@@ -61,5 +61,5 @@ class LeastLoaded:
         """Requests."""
         return [float(requests) for requests in candidates.requests]
 
-    def chosen(self, worker: Worker) -> None:
+    def chosen(self, job: Job, worker: Worker, now: float) -> None:
         """Nothing to remember."""

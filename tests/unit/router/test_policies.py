@@ -65,7 +65,7 @@ def test_round_robin_takes_the_one_whose_turn_is_longest_ago() -> None:
         group = Group([worker(name) for name in names])
         scores = policy.score(gather(Job.WHOLE, group, {}, 0, 9, Book(60), Timings()))
         best = group.workers[scores.index(min(scores))]
-        policy.chosen(best)
+        policy.chosen(Job.WHOLE, best, 0)
         return best.instance_id
 
     assert [turn() for _ in range(6)] == ["a", "b", "c", "a", "b", "c"]
@@ -76,7 +76,7 @@ def test_round_robin_takes_the_one_whose_turn_is_longest_ago() -> None:
 def test_round_robin_remembers_a_bounded_number_of_workers() -> None:
     policy = RoundRobin(NO_PARAMETERS)
     for number in range(simple._MOST_REMEMBERED + 5):
-        policy.chosen(worker(str(number)))
+        policy.chosen(Job.WHOLE, worker(str(number)), 0)
     assert len(policy._last) == simple._MOST_REMEMBERED
 
 
