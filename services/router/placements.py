@@ -122,6 +122,7 @@ class Book:
 
     def report(self, report: LoadReport, now: float) -> None:
         """The worker's own word replaces what was believed, but for requests it cannot have seen."""
+        self.expire(now)  # also while nothing new is placed
         account = self._account(report.instance_id)
         load = account.load
         load.requests = report.running_requests + report.waiting_requests

@@ -67,6 +67,15 @@ def test_a_request_placed_again_leaves_its_first_workers() -> None:
     assert (book.load("d1").requests, book.load("p1").requests, book.load("d2").requests) == (0, 0, 1)
 
 
+def test_placements_expire_by_the_workers_reports_too_when_nothing_new_comes() -> None:
+    book = Book(ttl_s=60)
+    book.place("r", share("d", blocks=5), None, now=0)
+    book.report(report("other"), now=59)
+    assert len(book) == 1
+    book.report(report("other"), now=61)
+    assert (len(book), book.load("d")) == (0, Load(0, 0, 0))
+
+
 def test_placements_nobody_reports_on_expire_and_are_bounded() -> None:
     book = Book(ttl_s=60)
     book.place("old", share("d"), None, now=0)
