@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _MAX_TOKENS = 2**31 - 1
 _MAX_UNREAD = 65_536
 """Tokens kept for a client that does not read."""
+_STARTS_S = 10.0
 _LAST_WRITES_S = 1.0
 """Time after a request's deadline for the client to take what is left."""
 
@@ -50,10 +51,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     def __init__(self) -> None:
         self._open: FrontDoor | None = None
+        self._opened = asyncio.Event()
 
     def serve(self, door: FrontDoor) -> None:
-        """Takes calls from now on."""
+        """Takes calls from now on. Those that came before have waited for a moment: the port may be another's, too."""
         self._open = door
+        self._opened.set()
+
+    async def _wait_open(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_STARTS_S):
+                await self._opened.wait()
 
     @property
     def _door(self) -> FrontDoor:
@@ -65,6 +73,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> None:
         """A completion of one prompt."""
+        await self._wait_open()
         with self._come_in("Generate", context) as head, self._door.admit(1):
             options, deadline = _options(request, head.routing), self._check(request, context)
             prompt: str | array[int]
@@ -82,6 +91,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ChatRequest, context: Context
     ) -> None:
         """The assistant's next message."""
+        await self._wait_open()
         with self._come_in("Chat", context) as head, self._door.admit(1):
             options, deadline = _options(request, head.routing), self._check(request, context)
             if not request.messages:
@@ -97,6 +107,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
         """What can be served now."""
+        await self._wait_open()
         with self._come_in("ListModels", context):
             models = self._door.models
             return inference_pb2.ListModelsResponse(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import grpc
 
@@ -28,6 +29,7 @@ __all__ = ["FrontendService"]
 
 _FOLLOWED = (State.READY, State.DRAINING, State.SUSPECT)
 """Workers in these states may have answers of ours."""
+_FIRST_MODEL_S = 10.0
 
 
 class FrontendService:
@@ -81,9 +83,13 @@ class FrontendService:
             workers = [one for one in discovery.instances.values() if one.role == "decode" and one.state in _FOLLOWED]
             streams.follow(frozenset(one.address for one in workers))
 
+        able = asyncio.Event()
+
         async def publish_readiness() -> None:
             async for some in models.changes():
                 await host.set_ready(some)
+                if some:
+                    able.set()
 
         host.spawn(streams.run(), "decode streams")
         host.spawn(reports.run(), "reports to routers")
@@ -92,9 +98,15 @@ class FrontendService:
         self._unfollow = discovery.subscribe(follow)
         follow()
 
+        sockets = inherited_sockets()
+        if sockets:
+            # Another frontend may be taking the clients, or they wait: none is taken to be told that nobody can serve.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_FIRST_MODEL_S):
+                    await able.wait()
         self._http = HttpServer(HttpApi(door, host.registry), self._http_limits())
         port = await self._http.start(
-            host.settings.bind, settings.http_port, host.tls.http if host.tls else None, inherited=inherited_sockets()
+            host.settings.bind, settings.http_port, host.tls.http if host.tls else None, inherited=sockets
         )
         await host.set_http_address(host_port(host.settings.advertised_host, port))
         self._inference.serve(door)
