@@ -140,7 +140,8 @@ def _show(report: Report, arguments: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     scenarios = "\n".join(f"  {name:14}{scenario.about}" for name, scenario in SCENARIOS.items())
-    faults = textwrap.fill(", ".join(fault.name for fault in FAULTS), 110, initial_indent="  ", subsequent_indent="  ")
+    names = ", ".join(fault.name for fault in FAULTS)
+    faults = textwrap.fill(names, 110, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     parser = argparse.ArgumentParser(
         prog="tokenmill chaos",
         description=_DESCRIPTION,
