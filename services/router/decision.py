@@ -23,6 +23,8 @@ class Outcome:
     ttft_s: float | None = None
     completion_tokens: int | None = None
     """Set when the request has left its workers."""
+    told: bool = False
+    """Whether `history.py` has handed it on."""
 
 
 @dataclass(frozen=True, slots=True)

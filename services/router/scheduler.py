@@ -11,6 +11,7 @@ from kvcache.load import LoadReport
 from services.router.candidates import Candidate, Job
 from services.router.choosing import Ask, Chooser, NoRoom
 from services.router.decision import Decision
+from services.router.history import History
 from services.router.placements import Book
 from services.router.policies import Policy
 from services.router.predictions import Predictions
@@ -40,6 +41,7 @@ class Scheduler:
         chance: random.Random,
         timings: Timings | None = None,
         sessions: Sessions | None = None,
+        history: History | None = None,
         worker_backlog: float = 0.0,
     ) -> None:
         self._policy = policy
@@ -50,6 +52,7 @@ class Scheduler:
         self._predictions = predictions
         self._timings = timings or Timings()
         self._sessions = sessions or Sessions()
+        self._history = history or History(0)
         self._chooser = Chooser(policy, book, self._timings, chance, worker_backlog)
 
     # Decisions
@@ -79,6 +82,7 @@ class Scheduler:
             why = "no usable prefill worker"
         decision = Decision(request, now, pool, only, ask.seen, decode, prefill, why)
         self._enter(decision)
+        self._history.add(decision)
         return decision
 
     def uncached_tokens(self, request: Request, now: float) -> int:
@@ -138,7 +142,7 @@ class Scheduler:
 
     # What came of them
 
-    def prefilled(self, request_id: str, now: float, elapsed_s: float = 0.0) -> None:
+    def prefilled(self, request_id: str, now: float, elapsed_s: float = 0.0, cached_tokens: int | None = None) -> None:
         """The prefill worker is done after so long, its queue included; the request goes on to its decode worker."""
         placement = self._book.placement(request_id)
         if placement is not None and placement.prefill is not None:
@@ -148,6 +152,10 @@ class Scheduler:
             if timing is not None:
                 timing.learn_prefill(share.ahead_tokens + share.tokens, share.ahead_pairs + share.pairs, elapsed_s)
         self._book.prefilled(request_id, now)
+        decision = self._history.find(request_id)
+        if decision is not None:
+            decision.outcome.prefill_s = elapsed_s
+            decision.outcome.cached_tokens = cached_tokens
 
     def first_token(self, request_id: str, now: float, ttft_s: float = 0.0) -> None:
         """Its first token is out, so long after the request came."""
@@ -162,10 +170,20 @@ class Scheduler:
             elif timing is not None and share.tokens:
                 timing.learn_prefill(share.ahead_tokens + share.tokens, share.ahead_pairs + share.pairs, since_s)
         self._book.computed(request_id)
+        decision = self._history.find(request_id)
+        if decision is not None:
+            decision.outcome.ttft_s = ttft_s
 
-    def freed(self, request_id: str) -> None:
+    def freed(self, request_id: str, cached_tokens: int | None = None, completion_tokens: int | None = None) -> None:
         """The request left its workers."""
         self._book.freed(request_id)
+        decision = self._history.find(request_id)
+        if decision is not None:
+            outcome = decision.outcome
+            outcome.completion_tokens = completion_tokens
+            if decision.prefill is None:
+                outcome.cached_tokens = cached_tokens
+            self._history.ended(request_id)
 
     def report(self, report: LoadReport, now: float) -> None:
         """A worker says how busy it is."""

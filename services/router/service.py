@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from pathlib import Path
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -19,6 +20,9 @@ from kvcache.index import KvIndex
 from kvcache.load import LoadReport
 from services.router.candidates import Candidate
 from services.router.decision import Decision
+from services.router.decisions_log import DecisionsLog
+from services.router.explain import all_candidates, explained
+from services.router.history import History
 from services.router.ingest import Ingest
 from services.router.placements import Book
 from services.router.policies import POLICIES, Parameters
@@ -51,6 +55,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._roster = Roster()
         self._book = Book(settings.placement_ttl_s)
         self._predictions = Predictions(settings.approximate_ttl_s)
+        self._decisions_log: DecisionsLog | None = None
+        self._history = History(settings.explain_ring, self._log_decision)
         self._scheduler = Scheduler(
             POLICIES[settings.policy](Parameters()),
             settings.remote_prefill_min_tokens,
@@ -60,6 +66,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             predictions=self._predictions,
             chance=random.Random(),
             worker_backlog=settings.worker_backlog,
+            history=self._history,
         )
         self._queues: Queues | None = None
         self._ingest: Ingest | None = None
@@ -81,6 +88,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         """Follows the workers; ready when the first picture is complete."""
         settings = self._settings
         self._metrics = _Metrics(host.registry, settings.policy, self._book)
+        if self._settings.decisions_log:
+            path = Path(self._settings.decisions_log)
+            self._decisions_log = DecisionsLog(path, self._settings.policy, host.registry)
         self._queues = Queues(
             self._scheduler,
             max_requests=settings.queue_max_requests,
@@ -123,6 +133,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     async def stop(self) -> None:
         """The host ends the ingest."""
+        self._history.close()
+        if self._decisions_log is not None:
+            await asyncio.to_thread(self._decisions_log.close)
 
     def failed(self) -> str | None:
         """It has no way to fail that its host does not see."""
@@ -169,13 +182,29 @@ class RouterService(router_pb2_grpc.RouterServicer):
         for outcome in request.outcomes:
             match outcome.WhichOneof("outcome"):
                 case "prefill_done":
-                    self._scheduler.prefilled(outcome.request_id, now, outcome.prefill_done.elapsed_ms / 1000)
+                    done = outcome.prefill_done
+                    self._scheduler.prefilled(outcome.request_id, now, done.elapsed_ms / 1000, done.cached_tokens)
                 case "first_token":
                     self._scheduler.first_token(outcome.request_id, now, outcome.first_token.ttft_ms / 1000)
                 case "freed":
-                    self._scheduler.freed(outcome.request_id)
+                    freed = outcome.freed
+                    self._scheduler.freed(outcome.request_id, freed.cached_tokens, freed.completion_tokens)
         self._wake()
         return router_pb2.ReportResponse()
+
+    async def Explain(  # noqa: N802
+        self,
+        request: router_pb2.ExplainRequest,
+        context: grpc.aio.ServicerContext[router_pb2.ExplainRequest, Awaitable[router_pb2.ExplainResponse]],
+    ) -> router_pb2.ExplainResponse:
+        """Tells all of one of the latest decisions."""
+        decision = self._history.find(request.request_id)
+        if decision is None:
+            raise NotFound(
+                f"{request.request_id!r} is not among this router's latest {len(self._history)} decisions",
+                param="request_id",
+            )
+        return explained(decision, self._settings.policy, time.monotonic())
 
     async def GetIndex(  # noqa: N802
         self,
@@ -264,6 +293,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
         if self._queues is not None:
             self._queues.wake()
 
+    def _log_decision(self, decision: Decision) -> None:
+        if self._decisions_log is not None:
+            self._decisions_log.add(decision)
+
     def _response(self, decision: Decision, waited_s: float, *, explain: bool) -> router_pb2.ScheduleResponse:
         response = router_pb2.ScheduleResponse(
             decode=_target(decision.decode),
@@ -275,11 +308,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             queue_wait_ms=round(waited_s * 1000),
         )
         if explain:
-            response.candidates.extend(map(_explained, decision.compared()))
-            response.candidates.extend(
-                router_pb2.Candidate(instance_id=worker.instance_id, role=worker.role, filtered=reason)
-                for worker, reason in decision.filtered()
-            )
+            response.candidates.extend(all_candidates(decision))
         return response
 
 
@@ -345,13 +374,4 @@ def _target(candidate: Candidate) -> router_pb2.Target:
         epoch=worker.epoch,
         address=worker.address,
         overlap_blocks=candidate.held_blocks,
-    )
-
-
-def _explained(candidate: Candidate) -> router_pb2.Candidate:
-    return router_pb2.Candidate(
-        instance_id=candidate.worker.instance_id,
-        role=candidate.worker.role,
-        score=candidate.score,
-        terms=candidate.terms,
     )

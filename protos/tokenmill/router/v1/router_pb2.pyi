@@ -405,6 +405,154 @@ class ReportResponse(_message.Message):
 Global___ReportResponse: _TypeAlias = ReportResponse  # noqa: Y015
 
 @_typing.final
+class ExplainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class Comparison(_message.Message):
+    """Workers compared with each other for one job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    BEST_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    """"prefill", "decode", or "whole": both."""
+    best: _builtins.str
+    """The instance that was best."""
+    @_builtins.property
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        best: _builtins.str = ...,
+        candidates: _abc.Iterable[Global___Candidate] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best", b"best", "candidates", b"candidates", "job", b"job"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Comparison: _TypeAlias = Comparison  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    """A decision, all that it was made from, and what is known so far of what came of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    COMPARISONS_FIELD_NUMBER: _builtins.int
+    FILTERED_FIELD_NUMBER: _builtins.int
+    PREDICTED_TTFT_MS_FIELD_NUMBER: _builtins.int
+    EXPECTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_MS_FIELD_NUMBER: _builtins.int
+    TTFT_MS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    model: _builtins.str
+    policy: _builtins.str
+    prompt_tokens: _builtins.int
+    blocks: _builtins.int
+    """Blocks of the prompt that were hashed."""
+    age_ms: _builtins.int
+    """Since the decision."""
+    decode: _builtins.str
+    prefill: _builtins.str
+    """Empty: decode computed the prompt itself."""
+    why: _builtins.str
+    """A sentence for a person."""
+    predicted_ttft_ms: _builtins.int
+    """0: it could not tell yet."""
+    expected_cached_tokens: _builtins.int
+    """Prompt tokens that were expected in the cache of whoever computed the prompt."""
+    cached_tokens: _builtins.int
+    """Those that really were."""
+    prefill_ms: _builtins.int
+    """Of a remote prefill, its queue included."""
+    ttft_ms: _builtins.int
+    completion_tokens: _builtins.int
+    """Set when the request has left its workers."""
+    @_builtins.property
+    def comparisons(self) -> _containers.RepeatedCompositeFieldContainer[Global___Comparison]:
+        """In the order they were made."""
+
+    @_builtins.property
+    def filtered(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
+        """Workers of the model that were in none of them, each with the reason."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        age_ms: _builtins.int = ...,
+        decode: _builtins.str = ...,
+        prefill: _builtins.str = ...,
+        why: _builtins.str = ...,
+        comparisons: _abc.Iterable[Global___Comparison] | None = ...,
+        filtered: _abc.Iterable[Global___Candidate] | None = ...,
+        predicted_ttft_ms: _builtins.int = ...,
+        expected_cached_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int | None = ...,
+        prefill_ms: _builtins.int | None = ...,
+        ttft_ms: _builtins.int | None = ...,
+        completion_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_completion_tokens", b"_completion_tokens", "_prefill_ms", b"_prefill_ms", "_ttft_ms", b"_ttft_ms", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prefill_ms", b"prefill_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_completion_tokens", b"_completion_tokens", "_prefill_ms", b"_prefill_ms", "_ttft_ms", b"_ttft_ms", "age_ms", b"age_ms", "blocks", b"blocks", "cached_tokens", b"cached_tokens", "comparisons", b"comparisons", "completion_tokens", b"completion_tokens", "decode", b"decode", "expected_cached_tokens", b"expected_cached_tokens", "filtered", b"filtered", "model", b"model", "policy", b"policy", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill", b"prefill", "prefill_ms", b"prefill_ms", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "ttft_ms", b"ttft_ms", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__completion_tokens: _TypeAlias = _typing.Literal["completion_tokens"]  # noqa: Y015
+    _WhichOneofArgType__completion_tokens: _TypeAlias = _typing.Literal["_completion_tokens", b"_completion_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__prefill_ms: _TypeAlias = _typing.Literal["prefill_ms"]  # noqa: Y015
+    _WhichOneofArgType__prefill_ms: _TypeAlias = _typing.Literal["_prefill_ms", b"_prefill_ms"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_ms: _TypeAlias = _typing.Literal["ttft_ms"]  # noqa: Y015
+    _WhichOneofArgType__ttft_ms: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_tokens) -> _WhichOneofReturnType__cached_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__completion_tokens) -> _WhichOneofReturnType__completion_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_ms) -> _WhichOneofReturnType__prefill_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_ms) -> _WhichOneofReturnType__ttft_ms | None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
 class GetIndexRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

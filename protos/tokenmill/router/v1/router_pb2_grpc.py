@@ -49,6 +49,11 @@ class RouterStub:
                 request_serializer=tokenmill_dot_router_dot_v1_dot_router__pb2.ReportRequest.SerializeToString,
                 response_deserializer=tokenmill_dot_router_dot_v1_dot_router__pb2.ReportResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/tokenmill.router.v1.Router/Explain',
+                request_serializer=tokenmill_dot_router_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=tokenmill_dot_router_dot_v1_dot_router__pb2.ExplainResponse.FromString,
+                _registered_method=True)
         self.GetIndex = channel.unary_stream(
                 '/tokenmill.router.v1.Router/GetIndex',
                 request_serializer=tokenmill_dot_router_dot_v1_dot_router__pb2.GetIndexRequest.SerializeToString,
@@ -86,6 +91,13 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """One of this router's latest decisions. NOT_FOUND: made by another router, or too long ago.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetIndex(self, request, context):
         """For diagnosis and tests: the index, a worker a message.
         """
@@ -118,6 +130,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=tokenmill_dot_router_dot_v1_dot_router__pb2.ReportRequest.FromString,
                     response_serializer=tokenmill_dot_router_dot_v1_dot_router__pb2.ReportResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=tokenmill_dot_router_dot_v1_dot_router__pb2.ExplainRequest.FromString,
+                    response_serializer=tokenmill_dot_router_dot_v1_dot_router__pb2.ExplainResponse.SerializeToString,
             ),
             'GetIndex': grpc.unary_stream_rpc_method_handler(
                     servicer.GetIndex,
@@ -211,6 +228,33 @@ class Router:
             '/tokenmill.router.v1.Router/Report',
             tokenmill_dot_router_dot_v1_dot_router__pb2.ReportRequest.SerializeToString,
             tokenmill_dot_router_dot_v1_dot_router__pb2.ReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenmill.router.v1.Router/Explain',
+            tokenmill_dot_router_dot_v1_dot_router__pb2.ExplainRequest.SerializeToString,
+            tokenmill_dot_router_dot_v1_dot_router__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,6 +22,8 @@ class RouterStub:
     """Whether a Schedule that has not been answered waits for its turn here. Else it was answered, or never arrived."""
     Report: _aio.UnaryUnaryMultiCallable[_router_pb2.ReportRequest, _router_pb2.ReportResponse]
     """What came of earlier placements, in batches."""
+    Explain: _aio.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainResponse]
+    """One of this router's latest decisions. NOT_FOUND: made by another router, or too long ago."""
     GetIndex: _aio.UnaryStreamMultiCallable[_router_pb2.GetIndexRequest, _router_pb2.WorkerBlocks]
     """For diagnosis and tests: the index, a worker a message."""
     ConfirmDraining: _aio.UnaryUnaryMultiCallable[_router_pb2.ConfirmDrainingRequest, _router_pb2.ConfirmDrainingResponse]
@@ -55,6 +57,14 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_router_pb2.ReportRequest, _abc.Awaitable[_router_pb2.ReportResponse]],
     ) -> _abc.Awaitable[_router_pb2.ReportResponse]:
         """What came of earlier placements, in batches."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _router_pb2.ExplainRequest,
+        context: _aio.ServicerContext[_router_pb2.ExplainRequest, _abc.Awaitable[_router_pb2.ExplainResponse]],
+    ) -> _abc.Awaitable[_router_pb2.ExplainResponse]:
+        """One of this router's latest decisions. NOT_FOUND: made by another router, or too long ago."""
 
     @_abc_1.abstractmethod
     def GetIndex(
