@@ -6,7 +6,6 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from pathlib import Path
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -20,15 +19,15 @@ from kvcache.index import KvIndex
 from kvcache.load import LoadReport
 from services.router.candidates import Candidate
 from services.router.decision import Decision
-from services.router.decisions_log import DecisionsLog
-from services.router.explain import all_candidates, explained
-from services.router.history import History
 from services.router.ingest import Ingest
 from services.router.placements import Book
 from services.router.policies import POLICIES, Parameters
 from services.router.predictions import Predictions
 from services.router.queues import Queues
+from services.router.replica_bus import ReplicaBus
+from services.router.replicas import Event, Replicas
 from services.router.scheduler import Request, Scheduler
+from services.router.sessions import Sessions
 from services.router.settings import RouterSettings
 from services.router.workers import Roster
 from tokenmill.router.v1 import router_pb2, router_pb2_grpc
@@ -36,7 +35,8 @@ from tokenmill.router.v1 import router_pb2, router_pb2_grpc
 __all__ = ["RouterService"]
 
 WARM_UP_S = 2.0
-"""A router that starts into a running deployment is READY once it knows what the workers hold, or after this long."""
+"""A router that starts into a running deployment is READY once it knows what the workers hold and do, or after this
+long."""
 EXPLAIN_KEY = "tokenmill-explain"
 QUIET_S = 0.5
 """A draining router goes once nobody has asked it for so long: all frontends have turned to another one."""
@@ -55,8 +55,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._roster = Roster()
         self._book = Book(settings.placement_ttl_s)
         self._predictions = Predictions(settings.approximate_ttl_s)
-        self._decisions_log: DecisionsLog | None = None
-        self._history = History(settings.explain_ring, self._log_decision)
+        self._sessions = Sessions()
         self._scheduler = Scheduler(
             POLICIES[settings.policy](Parameters()),
             settings.remote_prefill_min_tokens,
@@ -65,16 +64,20 @@ class RouterService(router_pb2_grpc.RouterServicer):
             book=self._book,
             predictions=self._predictions,
             chance=random.Random(),
+            sessions=self._sessions,
             worker_backlog=settings.worker_backlog,
-            history=self._history,
         )
         self._queues: Queues | None = None
+        self._replicas: ReplicaBus | None = None
         self._ingest: Ingest | None = None
         self._metrics: _Metrics | None = None
         self._refused_pairs: set[tuple[str, str]] = set()
         self._instances: Mapping[str, Instance] = {}
         self._instances_changed = asyncio.Event()
         """Replaced with each change."""
+        self._unheard: set[str] | None = None
+        """While it starts: workers whose load is not known yet."""
+        self._all_heard = asyncio.Event()
         self._last_asked = 0.0
 
     # Life (controlplane.host.Service)
@@ -85,12 +88,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         return [router_pb2.DESCRIPTOR.services_by_name["Router"].full_name]
 
     async def start(self, host: Host) -> ModelCard | None:
-        """Follows the workers; ready when the first picture is complete."""
-        settings = self._settings
+        """Follows the workers and the other routers; ready when the first picture is complete."""
+        settings, own = self._settings, host.instance
         self._metrics = _Metrics(host.registry, settings.policy, self._book)
-        if self._settings.decisions_log:
-            path = Path(self._settings.decisions_log)
-            self._decisions_log = DecisionsLog(path, self._settings.policy, host.registry)
         self._queues = Queues(
             self._scheduler,
             max_requests=settings.queue_max_requests,
@@ -106,11 +106,29 @@ class RouterService(router_pb2_grpc.RouterServicer):
             channels=host.channels,
             registry=host.registry,
         )
+        replicas = Replicas(own.instance_id, own.epoch, self._book, self._predictions, self._sessions)
+        deployment, bus = host.settings.deployment, host.bus
+        self._replicas = ReplicaBus(replicas, bus, deployment, own.instance_id, host.registry)
+        await self._replicas.begin(self._wake)
         await self._ingest.begin()
         host.spawn(self._ingest.run(), "ingest")
-        if not await self._ingest.wait_in_step(WARM_UP_S):
-            self._log.warning("ready without every worker's blocks; they follow", waited_s=WARM_UP_S)
+        await self._warm_up(self._ingest)
         return None
+
+    async def _warm_up(self, ingest: Ingest) -> None:
+        workers = [one for one in self._instances.values() if one.role and one.state is State.READY]
+        self._unheard = {one.instance_id for one in workers}
+        if not workers:
+            return
+        try:
+            async with asyncio.timeout(WARM_UP_S):
+                if await ingest.wait_in_step(WARM_UP_S):
+                    await self._all_heard.wait()
+        except TimeoutError:
+            pass
+        if ingest.waiting or self._unheard:
+            self._log.warning("ready without every worker's blocks and load; they follow", waited_s=WARM_UP_S)
+        self._unheard = None
 
     async def drain(self, timeout_s: float) -> None:
         """Decides on until the frontends have turned to another router and nobody waits for a turn.
@@ -132,10 +150,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         return len(self._queues) if self._queues is not None else 0
 
     async def stop(self) -> None:
-        """The host ends the ingest."""
-        self._history.close()
-        if self._decisions_log is not None:
-            await asyncio.to_thread(self._decisions_log.close)
+        """The host ends the ingest; other routers hear the last of what was placed."""
+        if self._replicas is not None:
+            self._replicas.close()
 
     def failed(self) -> str | None:
         """It has no way to fail that its host does not see."""
@@ -151,10 +168,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
         """Places one request, at once or when it is its turn."""
         began = time.perf_counter()
         self._last_asked = time.monotonic()
-        metrics, queues = self._metrics, self._queues
-        if metrics is None or queues is None:
+        metrics, queues, replicas = self._metrics, self._queues, self._replicas
+        if metrics is None or queues is None or replicas is None:
             raise Unavailable("the router is starting; try again", retry_after_s=1.0)
         decision, waited_s = await queues.place(_request(request), context.time_remaining)
+        replicas.placed(decision)
         explain = any(key == EXPLAIN_KEY and value == "1" for key, value in context.invocation_metadata() or ())
         response = self._response(decision, waited_s, explain=explain)
         metrics.decided(decision, time.perf_counter() - began - waited_s)
@@ -180,31 +198,23 @@ class RouterService(router_pb2_grpc.RouterServicer):
         """Takes what came of earlier placements."""
         now = time.monotonic()
         for outcome in request.outcomes:
+            request_id = outcome.request_id
             match outcome.WhichOneof("outcome"):
                 case "prefill_done":
-                    done = outcome.prefill_done
-                    self._scheduler.prefilled(outcome.request_id, now, done.elapsed_ms / 1000, done.cached_tokens)
+                    event = Event.PREFILLED
+                    self._scheduler.prefilled(request_id, now, outcome.prefill_done.elapsed_ms / 1000)
                 case "first_token":
-                    self._scheduler.first_token(outcome.request_id, now, outcome.first_token.ttft_ms / 1000)
+                    event = Event.FIRST_TOKEN
+                    self._scheduler.first_token(request_id, now, outcome.first_token.ttft_ms / 1000)
                 case "freed":
-                    freed = outcome.freed
-                    self._scheduler.freed(outcome.request_id, freed.cached_tokens, freed.completion_tokens)
+                    event = Event.FREED
+                    self._scheduler.freed(request_id)
+                case _:
+                    continue
+            if self._replicas is not None:
+                self._replicas.settled(request_id, event)
         self._wake()
         return router_pb2.ReportResponse()
-
-    async def Explain(  # noqa: N802
-        self,
-        request: router_pb2.ExplainRequest,
-        context: grpc.aio.ServicerContext[router_pb2.ExplainRequest, Awaitable[router_pb2.ExplainResponse]],
-    ) -> router_pb2.ExplainResponse:
-        """Tells all of one of the latest decisions."""
-        decision = self._history.find(request.request_id)
-        if decision is None:
-            raise NotFound(
-                f"{request.request_id!r} is not among this router's latest {len(self._history)} decisions",
-                param="request_id",
-            )
-        return explained(decision, self._settings.policy, time.monotonic())
 
     async def GetIndex(  # noqa: N802
         self,
@@ -260,6 +270,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
             }
         )
         self._instances = instances
+        if self._replicas is not None:
+            self._replicas.keep(
+                {name for name, one in instances.items() if one.service == self.name and one.state is not State.FAILED}
+            )
         self._instances_changed.set()
         self._instances_changed = asyncio.Event()
         pairs = {
@@ -282,6 +296,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
     def on_load(self, report: LoadReport) -> None:
         """Corrects what is believed of a worker's load."""
         self._scheduler.report(report, time.monotonic())
+        if self._unheard is not None:
+            self._unheard.discard(report.instance_id)
+            if not self._unheard:
+                self._all_heard.set()
         self._wake()
 
     def on_forget(self, instance_id: str) -> None:
@@ -292,10 +310,6 @@ class RouterService(router_pb2_grpc.RouterServicer):
         """A worker may have room now."""
         if self._queues is not None:
             self._queues.wake()
-
-    def _log_decision(self, decision: Decision) -> None:
-        if self._decisions_log is not None:
-            self._decisions_log.add(decision)
 
     def _response(self, decision: Decision, waited_s: float, *, explain: bool) -> router_pb2.ScheduleResponse:
         response = router_pb2.ScheduleResponse(
@@ -308,7 +322,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
             queue_wait_ms=round(waited_s * 1000),
         )
         if explain:
-            response.candidates.extend(all_candidates(decision))
+            response.candidates.extend(map(_explained, decision.compared()))
+            response.candidates.extend(
+                router_pb2.Candidate(instance_id=worker.instance_id, role=worker.role, filtered=reason)
+                for worker, reason in decision.filtered()
+            )
         return response
 
 
@@ -374,4 +392,13 @@ def _target(candidate: Candidate) -> router_pb2.Target:
         epoch=worker.epoch,
         address=worker.address,
         overlap_blocks=candidate.held_blocks,
+    )
+
+
+def _explained(candidate: Candidate) -> router_pb2.Candidate:
+    return router_pb2.Candidate(
+        instance_id=candidate.worker.instance_id,
+        role=candidate.worker.role,
+        score=candidate.score,
+        terms=candidate.terms,
     )
