@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from pathlib import Path
 
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -19,9 +20,12 @@ from kvcache.index import KvIndex
 from kvcache.load import LoadReport
 from services.router.candidates import Candidate
 from services.router.decision import Decision
+from services.router.decisions_log import DecisionsLog
+from services.router.explain import all_candidates, explained
+from services.router.history import History
 from services.router.ingest import Ingest
 from services.router.placements import Book
-from services.router.policies import POLICIES, Parameters
+from services.router.policies import POLICIES
 from services.router.predictions import Predictions
 from services.router.queues import Queues
 from services.router.replica_bus import ReplicaBus
@@ -55,9 +59,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._roster = Roster()
         self._book = Book(settings.placement_ttl_s)
         self._predictions = Predictions(settings.approximate_ttl_s)
-        self._sessions = Sessions()
+        self._sessions = Sessions(settings.session_ttl_s)
+        self._decisions_log: DecisionsLog | None = None
+        self._history = History(settings.explain_ring, self._log_decision)
         self._scheduler = Scheduler(
-            POLICIES[settings.policy](Parameters()),
+            POLICIES[settings.policy](settings.parameters),
             settings.remote_prefill_min_tokens,
             roster=self._roster,
             index=self._index,
@@ -66,6 +72,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             chance=random.Random(),
             sessions=self._sessions,
             worker_backlog=settings.worker_backlog,
+            history=self._history,
         )
         self._queues: Queues | None = None
         self._replicas: ReplicaBus | None = None
@@ -91,6 +98,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         """Follows the workers and the other routers; ready when the first picture is complete."""
         settings, own = self._settings, host.instance
         self._metrics = _Metrics(host.registry, settings.policy, self._book)
+        if self._settings.decisions_log:
+            path = Path(self._settings.decisions_log)
+            self._decisions_log = DecisionsLog(path, self._settings.policy, host.registry)
         self._queues = Queues(
             self._scheduler,
             max_requests=settings.queue_max_requests,
@@ -153,6 +163,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         """The host ends the ingest; other routers hear the last of what was placed."""
         if self._replicas is not None:
             self._replicas.close()
+        self._history.close()
+        if self._decisions_log is not None:
+            await asyncio.to_thread(self._decisions_log.close)
 
     def failed(self) -> str | None:
         """It has no way to fail that its host does not see."""
@@ -202,19 +215,35 @@ class RouterService(router_pb2_grpc.RouterServicer):
             match outcome.WhichOneof("outcome"):
                 case "prefill_done":
                     event = Event.PREFILLED
-                    self._scheduler.prefilled(request_id, now, outcome.prefill_done.elapsed_ms / 1000)
+                    done = outcome.prefill_done
+                    self._scheduler.prefilled(request_id, now, done.elapsed_ms / 1000, done.cached_tokens)
                 case "first_token":
                     event = Event.FIRST_TOKEN
                     self._scheduler.first_token(request_id, now, outcome.first_token.ttft_ms / 1000)
                 case "freed":
                     event = Event.FREED
-                    self._scheduler.freed(request_id)
+                    freed = outcome.freed
+                    self._scheduler.freed(request_id, freed.cached_tokens, freed.completion_tokens)
                 case _:
                     continue
             if self._replicas is not None:
                 self._replicas.settled(request_id, event)
         self._wake()
         return router_pb2.ReportResponse()
+
+    async def Explain(  # noqa: N802
+        self,
+        request: router_pb2.ExplainRequest,
+        context: grpc.aio.ServicerContext[router_pb2.ExplainRequest, Awaitable[router_pb2.ExplainResponse]],
+    ) -> router_pb2.ExplainResponse:
+        """Tells all of one of the latest decisions."""
+        decision = self._history.find(request.request_id)
+        if decision is None:
+            raise NotFound(
+                f"{request.request_id!r} is not among this router's latest {len(self._history)} decisions",
+                param="request_id",
+            )
+        return explained(decision, self._settings.policy, time.monotonic())
 
     async def GetIndex(  # noqa: N802
         self,
@@ -311,6 +340,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
         if self._queues is not None:
             self._queues.wake()
 
+    def _log_decision(self, decision: Decision) -> None:
+        if self._decisions_log is not None:
+            self._decisions_log.add(decision)
+
     def _response(self, decision: Decision, waited_s: float, *, explain: bool) -> router_pb2.ScheduleResponse:
         response = router_pb2.ScheduleResponse(
             decode=_target(decision.decode),
@@ -322,11 +355,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             queue_wait_ms=round(waited_s * 1000),
         )
         if explain:
-            response.candidates.extend(map(_explained, decision.compared()))
-            response.candidates.extend(
-                router_pb2.Candidate(instance_id=worker.instance_id, role=worker.role, filtered=reason)
-                for worker, reason in decision.filtered()
-            )
+            response.candidates.extend(all_candidates(decision))
         return response
 
 
@@ -392,13 +421,4 @@ def _target(candidate: Candidate) -> router_pb2.Target:
         epoch=worker.epoch,
         address=worker.address,
         overlap_blocks=candidate.held_blocks,
-    )
-
-
-def _explained(candidate: Candidate) -> router_pb2.Candidate:
-    return router_pb2.Candidate(
-        instance_id=candidate.worker.instance_id,
-        role=candidate.worker.role,
-        score=candidate.score,
-        terms=candidate.terms,
     )
