@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import grpc
 import msgspec
@@ -159,9 +160,12 @@ class Cluster:
 class RouterProcess:
     """`python -m services.router` and a client of it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, channel: grpc.aio.Channel, address: str, log: Path) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, channel: grpc.aio.Channel, address: str, metrics: str, log: Path
+    ) -> None:
         self.process = process
         self.address = address
+        self.metrics = metrics
         self.stub = router_pb2_grpc.RouterStub(channel)
         self.log = log
 
@@ -188,6 +192,12 @@ class RouterProcess:
     async def index(self) -> dict[str, router_pb2.WorkerBlocks]:
         call = self.stub.GetIndex(router_pb2.GetIndexRequest(), timeout=5)
         return {one.instance_id: one async for one in call}
+
+    async def metric(self, name: str) -> float:
+        """Its present value."""
+        with await asyncio.to_thread(urlopen, f"http://{self.metrics}/metrics", timeout=10) as page:
+            lines = page.read().decode().splitlines()
+        return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
 
     async def agrees_with(self, cluster: Cluster) -> bool:
         """Whether it has every worker's own picture, block by block."""

@@ -51,12 +51,12 @@ async def start_router(stack: AsyncExitStack, tmp_path: Path) -> StartRouter:
                 return instance is not None and instance.pid == process.pid and instance.state is State.READY
 
             await until(ready, "the router is ready", within_s=20)
-            address = discovery.instances[instance_id].address
+            router = discovery.instances[instance_id]
         finally:
             await discovery.close()
-        channel = grpc.aio.insecure_channel(address)
+        channel = grpc.aio.insecure_channel(router.address)
         stack.push_async_callback(channel.close)
-        return RouterProcess(process, channel, address, log)
+        return RouterProcess(process, channel, router.address, router.metrics_address, log)
 
     return start
 

@@ -138,13 +138,16 @@ async def test_a_snapshot_that_breaks_off_is_asked_for_again_and_the_last_pictur
     hashes = chain(1, 20)
     worker.say(Stored(None, tuple(hashes)))
     await until(lambda: router.agrees_with(cluster), "the worker is known")
-    worker.kv_source.refusals_left = 4
+    worker.kv_source.refusals_left = many = 10_000
     worker.say_unheard(Stored(None, (1,)))
     worker.say(Stored(1, (2,)))
-    await until(lambda: worker.kv_source.refusals_left < 4, "a snapshot broke off")
+    await until(lambda: worker.kv_source.refusals_left < many - 1, "a snapshot broke off twice")
     assert (await router.schedule(hashes, tokens=400)).decode.overlap_blocks == 20
+    assert await router.metric("tokenmill_router_cold_decisions_total") == 1  # and it says so
+    worker.kv_source.refusals_left = 0
     await until(lambda: router.agrees_with(cluster), "the index is true")
-    assert worker.kv_source.refusals_left == 0
+    await router.schedule(hashes, tokens=400)
+    assert await router.metric("tokenmill_router_cold_decisions_total") == 1
 
 
 async def test_a_worker_that_comes_goes_and_begins_anew_is_followed(
