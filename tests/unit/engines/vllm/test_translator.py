@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvcache.events import Cleared, Removed, Stored
 from kvcache.hashing import hash_block, hash_blocks, root_hash
+from kvcache.index import KvIndex
 
 pytest.importorskip("zmq", reason="comes with vLLM")
 
@@ -53,6 +54,15 @@ def translator() -> Translator:
 def test_a_prompts_blocks_get_the_hashes_that_a_frontend_computes(translator: Translator) -> None:
     tokens = list(range(12))
     assert translator.translate([stored(["x", "y", "z"], tokens)]) == [Stored(None, chain(tokens))]
+
+
+def test_two_engines_that_name_the_same_tokens_differently_are_found_by_one_prompt() -> None:
+    tokens, index = list(range(12)), KvIndex()
+    for worker, names in (("a", ["x", "y", "z"]), ("b", [b"1", b"2"])):
+        translator = Translator(MODEL, BLOCK, SEED)
+        for event in translator.translate([stored(names, tokens[: BLOCK * len(names)])]):
+            index.apply(index.open(worker), event)
+    assert index.overlaps(chain(tokens)) == {"a": 3, "b": 2}
 
 
 def test_later_blocks_chain_through_their_parent(translator: Translator) -> None:
