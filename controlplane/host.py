@@ -21,7 +21,6 @@ import os
 import secrets
 import signal
 import socket
-import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -37,6 +36,7 @@ from controlplane.channels import Channels
 from controlplane.control import ControlServicer
 from controlplane.discovery import Discovery
 from controlplane.drain import Drain, routers_confirm
+from controlplane.epochs import new_epoch
 from controlplane.errors import EngineFailed, SettingsError, TokenmillError
 from controlplane.instances import Instance, ModelCard, State
 from controlplane.listeners import GrpcListener, MetricsListener, host_port
@@ -243,7 +243,7 @@ class Host:
             service=self._service.name,
             instance_id=settings.instance_id,
             state=State.STARTING,
-            epoch=time.time_ns(),
+            epoch=0,  # none yet: it comes from etcd
             address=host_port(host, grpc_port),
             pid=os.getpid(),
             host=socket.gethostname(),
@@ -263,6 +263,8 @@ class Host:
         self.spawn(self._tidy_channels(), "tidy channels")
         self.bus = await Bus.connect(settings.nats, self.registry)
         self._closing.push_async_callback(self.bus.close)
+        epoch = await new_epoch(settings.etcd, settings.deployment)
+        self.instance = msgspec.structs.replace(self.instance, epoch=epoch)
         await self.discovery.register(self.instance)
         self._registered = True
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -72,7 +71,6 @@ class Fleet:
                 role=worker.name,
                 instance_id=instance_id,
                 state=State.STARTING,
-                epoch=time.time_ns(),
                 progress="",
             )
             settings = replace(host.settings, instance_id=instance_id)
