@@ -92,9 +92,7 @@ def _check(engine: EngineSettings, real: bool) -> None:
 
 
 def _course(arguments: argparse.Namespace, scenario: Scenario, loaded: Loaded, parts: Parts) -> Course:
-    faults = chosen(arguments.faults or scenario.faults, parts)
-    if not scenario.network:
-        faults = tuple(fault for fault in faults if not fault.network)
+    faults = tuple(filter(scenario.can_make, chosen(arguments.faults or scenario.faults, parts)))
     if arguments.lasts is not None:
         lasts = arguments.lasts
         faults = tuple(replace(one, longest_s=lasts, shortest_s=lasts) if one.longest_s else one for one in faults)

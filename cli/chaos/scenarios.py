@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cli.chaos.asks import LONG_ANSWERS, MIXED, REAL_MODEL, Mix
+from cli.chaos.plan import Fault
 
 __all__ = ["SCENARIOS", "Scenario"]
 
@@ -29,6 +30,12 @@ class Scenario:
     engine_faults: Mapping[str, str] = field(default_factory=_can_hang)
     """Role -> what its simulated engines can do wrong."""
     recovery_s: float = 90.0
+
+    def can_make(self, fault: Fault) -> bool:
+        """Whether its deployment is laid out for this fault."""
+        if fault.action == "hang":  # to any other engine the signal would be deadly
+            return self.engine_faults.get(fault.role) == "hang"
+        return self.network or not fault.network
 
 
 _WITH_BAD_KV = "kill-prefill,kill-decode,hang-up-clients"
