@@ -39,7 +39,7 @@ _FOR_USERS = {
 }
 _SERVICES = {
     "frontend": _Command("services.frontend.__main__", "OpenAI HTTP and gRPC in, tokens out"),
-    "router": _Command("services.router.__main__", "decides which worker serves a request"),
+    "router": _Command("cli.router", "decides which worker serves a request; router explain: why it did"),
     "prefill": _Command("services.prefill.__main__", "a worker that computes prompts"),
     "decode": _Command("services.decode.__main__", "a worker that generates"),
     "fleet": _Command("services.fleet.__main__", "many light simulated workers in one process"),

@@ -50,9 +50,9 @@ class Scheduler:
         self._index = index
         self._book = book
         self._predictions = predictions
-        self._timings = timings or Timings()
-        self._sessions = sessions or Sessions()
-        self._history = history or History(0)
+        self._timings = timings if timings is not None else Timings()
+        self._sessions = sessions if sessions is not None else Sessions()
+        self._history = history if history is not None else History(0)
         self._chooser = Chooser(policy, book, self._timings, chance, worker_backlog)
 
     # Decisions
