@@ -90,11 +90,15 @@ class Discovery:
         """Everything up to this revision of the store is in the picture."""
         self._seed: _Seed | None = None
         self._conflict: str | None = None
+        self.superseded = False
+        """Another process has taken the place of one of ours, under the same id."""
 
         self._records: dict[str, bytes] = {}
         """Our own records as they ought to be, by key: one, or those of all the instances in this process."""
         self._written: dict[str, bytes] = {}
         """As they are."""
+        self._lost: set[str] = set()
+        """Keys that were ours, and are those of processes that began later."""
         self._record_changed = asyncio.Event()
         self._record_written = asyncio.Event()
 
@@ -175,7 +179,7 @@ class Discovery:
         return f"{self._prefix}instances/{instance.service}/{instance.instance_id}"
 
     async def _publish(self, records: dict[str, bytes]) -> None:
-        self._records |= records
+        self._records |= {key: record for key, record in records.items() if key not in self._lost}
         self._record_written.clear()
         self._record_changed.set()
         if not self.stale:
@@ -247,6 +251,8 @@ class Discovery:
             return  # the watch is ahead of this answer
         self._revision = answer.header.revision
         present = {kv.key.decode().rpartition("/")[2]: self._decoded(kv.key, kv.value) for kv in answer.kvs}
+        for one in answer.kvs:
+            self._compare(one.key.decode(), one.value)
         self._picture.listed(present, time.monotonic(), grace_s)
         self._write_again(key for key in self._records if key.rpartition("/")[2] not in present)
         self._changed()
@@ -278,10 +284,30 @@ class Discovery:
             self._picture.vanished(name.rpartition("/")[2], time.monotonic())
             if name in self._records:
                 self._write_again([name])
-        elif (instance := self._decoded(key, value)) is None:
-            self._picture.left(name.rpartition("/")[2])
         else:
-            self._picture.present(instance)
+            self._compare(name, value)
+            if (instance := self._decoded(key, value)) is None:
+                self._picture.left(name.rpartition("/")[2])
+            else:
+                self._picture.present(instance)
+
+    def _compare(self, key: str, value: bytes) -> None:
+        """Of two processes that go by one id the one that began later is right; the other's word is written over."""
+        record = self._records.get(key, _FAREWELL)
+        if record == _FAREWELL:
+            return
+        mine, other = decode_instance(record), self._decoded(key.encode(), value)
+        if other is None or other.epoch < mine.epoch:
+            self._write_again([key])
+        elif other.epoch > mine.epoch:
+            self._lost.add(key)
+            del self._records[key]
+            self._written.pop(key, None)
+            self.superseded = True
+            self._conflict = (
+                f"another process (pid {other.pid} on {other.host}) goes by the id {mine.instance_id}, too, and began"
+                " later: give each its own instance_id"
+            )
 
     def _decoded(self, key: bytes, value: bytes) -> Instance | None:
         """The instance, or None for a farewell and for a record of a version we cannot read."""
@@ -304,9 +330,11 @@ class Discovery:
                 lease_id = (await lease.grant(LEASE_S, timeout=CALL_S)).ID
                 self._written = {}
             for key in [key for key, record in self._records.items() if record is not self._written.get(key)]:
-                record = self._records[key]
-                await kv.put(key, record, lease=lease_id, timeout=CALL_S)
-                self._written[key] = record
+                if key not in self._written:
+                    await self._look_at(kv, key)
+                if (record := self._records.get(key)) is not None:
+                    await kv.put(key, record, lease=lease_id, timeout=CALL_S)
+                    self._written[key] = record
             if not self._record_changed.is_set():
                 self._record_written.set()
             with contextlib.suppress(TimeoutError):
@@ -317,6 +345,12 @@ class Discovery:
                 if lease_id != 0 and not await lease_renewed(lease, lease_id):
                     self._log.warning("our lease lapsed; registering again")
                     lease_id = 0
+
+    async def _look_at(self, kv: KVService, key: str) -> None:
+        """Who was away for long may have been followed by another process, whose record must stay."""
+        for found in (await kv.get(key, timeout=CALL_S)).kvs:
+            if self._decoded(found.key, found.value) is not None:
+                self._compare(key, found.value)
 
     def _write_again(self, keys: Iterable[str]) -> None:
         for key in keys:

@@ -220,7 +220,7 @@ class Host:
         await self._publish(state=State.READY if self._able else State.STARTING, model=model, progress="")
         while True:
             if reason := self._service.failed() or self.discovery.failed():
-                raise EngineFailed(reason)
+                raise SettingsError(reason) if self.discovery.superseded else EngineFailed(reason)
             await asyncio.sleep(_POLL_S)
 
     async def _listen(self) -> None:

@@ -272,3 +272,32 @@ def test_a_process_that_ends_without_closing_complains_of_nothing(etcd: str, dep
     assert ended.stdout.endswith("False\n")
     assert "Traceback" not in ended.stderr
     assert "never" not in ended.stderr
+
+
+async def test_of_two_processes_with_one_id_the_one_that_began_later_stays(
+    etcd: str, deployment: str, until: Until
+) -> None:
+    async with (
+        connected(etcd, deployment) as older,
+        connected(etcd, deployment) as newer,
+        connected(etcd, deployment) as observer,
+    ):
+        await older.register(instance("a"))
+        await newer.register(msgspec.structs.replace(instance("a"), epoch=2))
+        await until(older.failed)
+        assert older.superseded
+        await older.update(instance("a", state=State.FAILED))
+        await older.deregister()
+        await until(lambda: "a" in observer.instances and observer.instances["a"].epoch == 2)
+        assert newer.failed() is None
+
+
+async def test_a_process_that_comes_back_late_leaves_its_successors_record_alone(
+    etcd: str, deployment: str, until: Until
+) -> None:
+    async with connected(etcd, deployment) as successor, connected(etcd, deployment) as late:
+        await successor.register(msgspec.structs.replace(instance("a"), epoch=2))
+        await late.register(instance("a"))
+        await until(late.failed)
+        assert successor.instances["a"].epoch == 2
+        assert successor.failed() is None
