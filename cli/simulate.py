@@ -31,7 +31,7 @@ __all__ = ["main"]
 
 _COLUMNS = [
     "policy", "TTFT mean", "p50", "p99", "ITL mean", "p99", "E2E mean", "p99", "hit rate", "max/mean", "good/s", "good",
-    "speed",
+    "refused", "speed",
 ]  # fmt: skip
 _PROGRESS_EACH = 64
 """Requests between two looks at the clock."""
@@ -140,6 +140,7 @@ def _row(result: Result) -> tuple[str, ...]:
         f"{result.load_max_over_mean:.2f}",
         f"{result.goodput:.2f}",
         f"{result.good_share:.1%}",
+        f"{result.refused:,}",
         f"{result.speedup:,.0f}x",
     )  # fmt: skip
 

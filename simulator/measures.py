@@ -108,6 +108,8 @@ class Result:
     """Requests a second that kept both limits."""
     good_share: float
     requests: int
+    refused: int
+    """Of them, because too many waited at the router; they are in no other figure but `good_share`."""
     virtual_s: float
     """From the first arrival to the last token."""
     computed_tokens: dict[str, int] = field(default_factory=dict)

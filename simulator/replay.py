@@ -17,6 +17,7 @@ from engines.base import FinishReason, KvOutcome
 from engines.sim.profile import Profile
 from engines.sim.scheduler import Coast
 from kvcache.events import KvEvent
+from services.router.scheduler import Decision
 from services.router.settings import RouterSettings
 from simulator.clock import PS, Timeline
 from simulator.measures import Distribution, Gaps, Result, Timing
@@ -105,15 +106,18 @@ class _Replay:
             name: SimWorker(name, role, cluster.profile, cluster.block_size, self.timeline, self, collapse=collapse)
             for name, role in ((f"{role}-{number:03}", role) for number, role in enumerate(roles))
         }
-        self._router = VirtualRouter(settings, list(self._workers.values()), cluster.profile, cluster.block_size, seed)
+        self._router = VirtualRouter(
+            settings, list(self._workers.values()), cluster.profile, cluster.block_size, self.timeline, seed
+        )
         self._timings: dict[int, Timing] = {}
         self._held_by: dict[int, SimWorker] = {}
         """Prefill workers, by request."""
         self._decoders: dict[int, tuple[SimWorker, Arrival]] = {}
         """Decode workers of requests that are prefilled elsewhere."""
+        self._asked_at: dict[int, float] = {}
+        """When their prefill workers were asked."""
         self._gaps = Gaps()
-        self._ended = 0
-        self._remote_prefills = 0
+        self._ended = self._refused = self._remote_prefills = 0
         self._cached_tokens = 0
         """Of prompts, where they were computed: the tail that a decode worker computes again is no miss."""
         self._next = 0
@@ -133,24 +137,38 @@ class _Replay:
 
     def _arrive(self, arrival: Arrival) -> None:
         self._await_next()
-        now = self.timeline.now_s
-        number = arrival.number
-        self._timings[number] = Timing(now, arrival.output_tokens)
+        self._timings[arrival.number] = Timing(self.timeline.now_s, arrival.output_tokens)
         hashes = block_hashes(arrival, self._cluster.block_size)
-        decision = self._router.schedule(str(number), hashes, arrival.prompt_tokens, now)
+
+        def dispatch(decision: Decision) -> None:
+            self._dispatch(arrival, hashes, decision)
+
+        def refused() -> None:
+            del self._timings[arrival.number]
+            self._refused += 1
+            self._one_ended()
+
+        self._router.place(str(arrival.number), hashes, arrival.prompt_tokens, dispatch, refused)
+
+    def _dispatch(self, arrival: Arrival, hashes: list[int], decision: Decision) -> None:
         decoder = self._workers[decision.decode.worker.instance_id]
-        if decision.prefill is None:
-            sequence = TraceSequence(number, arrival.prompt_tokens, arrival.output_tokens, hashes)
-            self.timeline.after(HOP_S, decoder.add, sequence)
-            return
-        self._remote_prefills += 1
-        self._decoders[number] = decoder, arrival
-        prefiller = self._workers[decision.prefill.worker.instance_id]
-        sequence = TraceSequence(number, arrival.prompt_tokens, arrival.output_tokens, hashes, prefill_only=True)
-        self.timeline.after(HOP_S, prefiller.add, sequence)
+        sequence = TraceSequence(
+            arrival.number,
+            arrival.prompt_tokens,
+            arrival.output_tokens,
+            hashes,
+            prefill_only=decision.prefill is not None,
+        )
+        worker = decoder
+        if decision.prefill is not None:
+            self._remote_prefills += 1
+            self._decoders[arrival.number] = decoder, arrival
+            self._asked_at[arrival.number] = self.timeline.now_s
+            worker = self._workers[decision.prefill.worker.instance_id]
+        self.timeline.after(HOP_S, worker.add, sequence)
 
     def _report_load(self, worker: SimWorker) -> None:
-        self._router.load(worker.instance_id, worker.load(), self.timeline.now_s)
+        self._router.load(worker.instance_id, worker.load())
         if self._ended < len(self._arrivals):
             self.timeline.after(LOAD_REPORT_S, self._report_load, worker)
 
@@ -168,14 +186,12 @@ class _Replay:
         timing = self._timings[sequence.number]
         if sequence.length == sequence.prompt_tokens + 1:
             timing.first_token = now
-            self._router.first_token(sequence.request_id, timing.ttft, now)
+            self._router.first_token(sequence.request_id, timing.ttft)
             self._count(worker, sequence, cached=not sequence.remote)
         if finish is not None:
             timing.ended = now
-            self._router.freed(sequence.request_id, now)
-            self._ended += 1
-            if self._on_progress is not None:
-                self._on_progress(self._ended)
+            self._router.freed(sequence.request_id)
+            self._one_ended()
 
     def decoded(self, tokens: int, gap_ps: int) -> None:
         """See `Observer`."""
@@ -190,8 +206,8 @@ class _Replay:
         self._count(worker, sequence, cached=True)
         decoder, arrival = self._decoders.pop(sequence.number)
         self._held_by[sequence.number] = worker
-        now = self.timeline.now_s
-        self._router.prefilled(sequence.request_id, now - self._timings[sequence.number].arrived, now)
+        elapsed_s = self.timeline.now_s - self._asked_at.pop(sequence.number)
+        self._router.prefilled(sequence.request_id, elapsed_s)
         blocks = arrival.prompt_tokens // self._cluster.block_size
         continued = TraceSequence(
             arrival.number,
@@ -218,9 +234,14 @@ class _Replay:
 
     def events(self, worker: SimWorker, events: list[KvEvent]) -> None:
         """See `Observer`."""
-        self._router.events(worker.instance_id, events, self.timeline.now_s)
+        self._router.events(worker.instance_id, events)
 
     # The result
+
+    def _one_ended(self) -> None:
+        self._ended += 1
+        if self._on_progress is not None:
+            self._on_progress(self._ended)
 
     def _count(self, worker: SimWorker, sequence: TraceSequence, *, cached: bool) -> None:
         held = sequence.cached_tokens or 0
@@ -233,7 +254,9 @@ class _Replay:
         timings = list(self._timings.values())
         if self._ended != len(self._arrivals):
             raise AssertionError(f"{self._ended} of {len(self._arrivals)} requests ended")
-        prompt_tokens = sum(one.prompt_tokens for one in self._arrivals)
+        if not timings:
+            raise SettingsError("every request was refused: there is nothing to measure", param="workers")
+        prompt_tokens = sum(one.prompt_tokens for one in self._arrivals if one.number in self._timings)
         computers = [one for one in self._workers.values() if one.role == "prefill"] or list(self._workers.values())
         computed = {one.instance_id: one.computed_tokens for one in computers}
         good = sum(1000 * one.ttft <= limits.ttft_ms and 1000 * one.tpot <= limits.itl_ms for one in timings)
@@ -246,8 +269,9 @@ class _Replay:
             hit_rate=self._cached_tokens / prompt_tokens,
             load_max_over_mean=max(computed.values()) * len(computed) / max(1, sum(computed.values())),
             goodput=good / span,
-            good_share=good / len(timings),
-            requests=len(timings),
+            good_share=good / len(self._arrivals),
+            requests=len(self._arrivals),
+            refused=self._refused,
             virtual_s=span,
             computed_tokens=computed,
             remote_prefills=self._remote_prefills,

@@ -27,6 +27,7 @@ def as_json(results: Sequence[Result]) -> dict[str, Any]:
                 "goodput": result.goodput,
                 "good_share": result.good_share,
                 "requests": result.requests,
+                "refused": result.refused,
                 "remote_prefills": result.remote_prefills,
                 "virtual_s": result.virtual_s,
                 "computed_tokens": result.computed_tokens,
@@ -56,6 +57,7 @@ _TABLE: Sequence[tuple[str, Callable[[Result], str]]] = (
     ("E2E mean, ms", lambda result: f"{result.e2e.mean:,.0f}"),
     ("p99", lambda result: f"{result.e2e.p99:,.0f}"),
     ("goodput, 1/s", lambda result: f"{result.goodput:.2f}"),
+    ("refused", lambda result: f"{result.refused:,}"),
     ("hit rate", lambda result: f"{result.hit_rate:.1%}"),
     ("max/mean load", lambda result: f"{result.load_max_over_mean:.2f}"),
 )

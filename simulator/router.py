@@ -8,8 +8,10 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from controlplane.errors import Overloaded
 from controlplane.instances import Instance, ModelCard, State
 from engines.base import LoadSnapshot
 from engines.sim.profile import Profile
@@ -18,11 +20,13 @@ from kvcache.format import KvFormat
 from kvcache.index import Holder, KvIndex
 from kvcache.load import LoadReport
 from services.router.placements import Book
-from services.router.policies import POLICIES, Parameters
+from services.router.policies import POLICIES
 from services.router.predictions import Predictions
-from services.router.scheduler import Decision, Request, Scheduler
+from services.router.scheduler import Decision, NoRoom, Request, Scheduler
 from services.router.settings import RouterSettings
+from services.router.waiting_room import Ticket, WaitingRoom
 from services.router.workers import Roster
+from simulator.clock import PS, Timeline
 from simulator.worker import SimWorker
 
 __all__ = ["MODEL", "VirtualRouter"]
@@ -35,42 +39,88 @@ OUTCOMES_S = 0.05
 """A frontend gathers outcomes so long."""
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Waiting(Ticket):
+    request: Request
+    on_decision: Callable[[Decision], None]
+    on_refusal: Callable[[], None]
+
+
 class VirtualRouter:
     """One router, all of whose state is its own classes'."""
 
-    def __init__(self, settings: RouterSettings, workers: Collection[SimWorker], profile: Profile, block_size: int,
-                 seed: int) -> None:  # fmt: skip
-        self._index = KvIndex()
-        self._news: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._told = 0
-        self._holders: dict[str, Holder] = {
-            worker.instance_id: self._index.open(worker.instance_id) for worker in workers
-        }
+    def __init__(
+        self,
+        settings: RouterSettings,
+        workers: Collection[SimWorker],
+        profile: Profile,
+        block_size: int,
+        timeline: Timeline,
+        seed: int,
+    ) -> None:
+        self._timeline = timeline
+        self._index = KvIndex(settings.index_max_blocks)
+        self._holders: dict[str, Holder] = {}
+        for worker in workers:
+            self._holders[worker.instance_id] = self._index.open(worker.instance_id)
         roster = Roster()
         roster.update(_instance(worker, profile, block_size) for worker in workers)
         self._scheduler = Scheduler(
-            POLICIES[settings.policy](Parameters()),
+            POLICIES[settings.policy](settings.parameters),
             settings.remote_prefill_min_tokens,
             roster=roster,
             index=self._index,
             book=Book(settings.placement_ttl_s),
-            predictions=Predictions(),
+            predictions=Predictions(settings.approximate_ttl_s),
             chance=random.Random(seed),
+            worker_backlog=settings.worker_backlog,
         )
+        self._may_wait = settings.queue_max_requests > 0
+        self._room: WaitingRoom[_Waiting] = WaitingRoom(settings.queue_max_requests, settings.queue_max_tokens)
+        self._news: list[tuple[int, int, bool, Callable[..., None], tuple[Any, ...]]] = []
+        """When it comes, its number, whether it may mean room for one that waits, and what to do with it."""
+        self._told = 0
+        self._look_at_ps = 0
+        """When news is next looked at for those who wait; one in the past: not planned."""
 
-    def schedule(self, request_id: str, hashes: Sequence[int], prompt_tokens: int, now: float) -> Decision:
-        """Places one request, knowing what can be known by now."""
-        news = self._news
-        while news and news[0][0] <= now:
-            _, _, take, arguments = heapq.heappop(news)
-            take(*arguments)
-        return self._scheduler.schedule(Request(request_id, MODEL, hashes, prompt_tokens), now)
+    def place(
+        self,
+        request_id: str,
+        hashes: Sequence[int],
+        prompt_tokens: int,
+        on_decision: Callable[[Decision], None],
+        on_refusal: Callable[[], None],
+    ) -> None:
+        """Places one request, at once or when there is room, knowing what can be known by then."""
+        self._read()
+        now = self._timeline.now_s
+        request = Request(request_id, MODEL, hashes, prompt_tokens)
+        if not len(self._room):
+            try:
+                decision = self._scheduler.schedule(request, now, may_wait=self._may_wait)
+            except NoRoom:
+                pass
+            else:
+                on_decision(decision)
+                return
+        tokens = self._scheduler.uncached_tokens(request, now)
+        waiting = _Waiting(
+            priority=0, tenant="", tokens=tokens, request=request, on_decision=on_decision, on_refusal=on_refusal
+        )
+        try:
+            displaced = self._room.enter(waiting, now)
+        except Overloaded:
+            on_refusal()
+            return
+        for one in displaced:
+            one.on_refusal()
+        self._plan_look()
 
-    def events(self, instance_id: str, events: list[KvEvent], now: float) -> None:
+    def events(self, instance_id: str, events: list[KvEvent]) -> None:
         """A worker says what it stored and removed."""
-        self._tell(now + EVENTS_S, self._apply, instance_id, events)
+        self._tell(EVENTS_S, self._apply, instance_id, events, makes_room=False)
 
-    def load(self, instance_id: str, load: LoadSnapshot, now: float) -> None:
+    def load(self, instance_id: str, load: LoadSnapshot) -> None:
         """A worker says how busy it is."""
         report = LoadReport(
             instance_id=instance_id,
@@ -87,30 +137,62 @@ class VirtualRouter:
             step_time_us=round(load.step_time_s * 1e6),
             steps=load.steps,
         )
-        self._tell(now + LOAD_S, self._scheduler.report, report, now + LOAD_S)
+        self._tell(LOAD_S, self._scheduler.report, report, self._timeline.now_s + LOAD_S)
 
-    def prefilled(self, request_id: str, elapsed_s: float, now: float) -> None:
+    def prefilled(self, request_id: str, elapsed_s: float) -> None:
         """A frontend says that the prefill worker is done, so long after it was asked."""
-        told = now + OUTCOMES_S
-        self._tell(told, self._scheduler.prefilled, request_id, told, elapsed_s)
+        self._tell(OUTCOMES_S, self._scheduler.prefilled, request_id, self._timeline.now_s + OUTCOMES_S, elapsed_s)
 
-    def first_token(self, request_id: str, ttft_s: float, now: float) -> None:
+    def first_token(self, request_id: str, ttft_s: float) -> None:
         """A frontend says that the answer began, so long after the request came."""
-        told = now + OUTCOMES_S
-        self._tell(told, self._scheduler.first_token, request_id, told, ttft_s)
+        self._tell(OUTCOMES_S, self._scheduler.first_token, request_id, self._timeline.now_s + OUTCOMES_S, ttft_s)
 
-    def freed(self, request_id: str, now: float) -> None:
+    def freed(self, request_id: str) -> None:
         """A frontend says that the answer ended."""
-        self._tell(now + OUTCOMES_S, self._scheduler.freed, request_id)
+        self._tell(OUTCOMES_S, self._scheduler.freed, request_id)
 
-    def _tell(self, due: float, take: Callable[..., None], *arguments: Any) -> None:
+    def _tell(self, delay_s: float, take: Callable[..., None], *arguments: Any, makes_room: bool = True) -> None:
         self._told += 1
-        heapq.heappush(self._news, (due, self._told, take, arguments))
+        due_ps = self._timeline.now_ps + round(delay_s * PS)
+        heapq.heappush(self._news, (due_ps, self._told, makes_room, take, arguments))
+        if len(self._room):
+            self._plan_look()
+
+    def _read(self) -> bool:
+        """Takes in what has come by now; whether any of it may have made room."""
+        news, now_ps = self._news, self._timeline.now_ps
+        may_have_made_room = False
+        while news and news[0][0] <= now_ps:
+            _, _, makes_room, take, arguments = heapq.heappop(news)
+            take(*arguments)
+            may_have_made_room = may_have_made_room or makes_room
+        return may_have_made_room
 
     def _apply(self, instance_id: str, events: list[KvEvent]) -> None:
         holder = self._holders[instance_id]
         for event in events:
             self._index.apply(holder, event)
+
+    def _plan_look(self) -> None:
+        """Somebody waits: the next news is looked at when it comes."""
+        if self._news:
+            due_ps = max(self._news[0][0], self._timeline.now_ps)
+            if not self._timeline.now_ps < self._look_at_ps <= due_ps:
+                self._look_at_ps = due_ps
+                self._timeline.at(due_ps, self._look, None)
+
+    def _look(self, _: None) -> None:
+        if self._read():
+            now = self._timeline.now_s
+            while (waiting := self._room.next()) is not None:
+                try:
+                    decision = self._scheduler.schedule(waiting.request, now, may_wait=True)
+                except NoRoom:
+                    break
+                self._room.take(waiting, now)
+                waiting.on_decision(decision)
+        if len(self._room):
+            self._plan_look()
 
 
 def _instance(worker: SimWorker, profile: Profile, block_size: int) -> Instance:
