@@ -6,6 +6,7 @@ until a report can include it. So what a report ever gets wrong, or a lost outco
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvcache.load import LoadReport
@@ -61,6 +62,8 @@ class Placement:
     """None: done, or decode computes the prompt."""
     prefill_s: float = 0.0
     """What remote prefill took; 0: none, or not done."""
+    frontend_id: str = ""
+    """Who asked for it; empty: not told."""
 
 
 @dataclass(slots=True)
@@ -93,14 +96,20 @@ class Book:
         """Of a request in flight."""
         return self._placements.get(request_id)
 
-    def place(self, request_id: str, decode: Share, prefill: Share | None, now: float) -> None:
+    def place(
+        self, request_id: str, decode: Share, prefill: Share | None, now: float, *, frontend_id: str = ""
+    ) -> None:
         """Counts a decision. One made earlier for the same request is void: it is placed again because that failed."""
         self._drop(request_id)
-        self._placements[request_id] = Placement(now, decode, prefill)
+        self._placements[request_id] = Placement(now, decode, prefill, frontend_id=frontend_id)
         self._add(request_id, decode)
         if prefill is not None:
             self._add(request_id, prefill)
         self.expire(now)
+
+    def asked_by(self, frontend_ids: Collection[str]) -> list[str]:
+        """Requests in flight of these frontends. Looks at all there are."""
+        return [request_id for request_id, one in self._placements.items() if one.frontend_id in frontend_ids]
 
     def prefilled(self, request_id: str, now: float) -> None:
         """The prefill worker is done with it, and the request goes on to its decode worker."""

@@ -36,6 +36,8 @@ class Request:
     """This decode worker or nobody."""
     timeout_s: float = 0.0
     """Time the whole answer may take; 0: no limit."""
+    frontend_id: str = ""
+    """Whose request it is: gone with that instance."""
 
     @property
     def is_particular(self) -> bool:

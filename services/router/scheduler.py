@@ -128,11 +128,12 @@ class Scheduler:
         decode, prefill = decision.decode.worker, decision.prefill
         hashes = request.block_hashes
         if prefill is None:
-            self._book.place(request.request_id, decision.decode.share(computes=True, arrived_at=now), None, now)
+            share = decision.decode.share(computes=True, arrived_at=now)
+            self._book.place(request.request_id, share, None, now, frontend_id=request.frontend_id)
         else:
             decode_share = decision.decode.share(computes=False, arrived_at=None)
             prefill_share = prefill.share(computes=True, arrived_at=now)
-            self._book.place(request.request_id, decode_share, prefill_share, now)
+            self._book.place(request.request_id, decode_share, prefill_share, now, frontend_id=request.frontend_id)
             self._predictions.add(prefill.worker.instance_id, hashes, now)
             self._policy.chosen(Job.PREFILL, prefill.worker, now)
         self._predictions.add(decode.instance_id, hashes, now)

@@ -80,6 +80,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._metrics: _Metrics | None = None
         self._refused_pairs: set[tuple[str, str]] = set()
         self._instances: Mapping[str, Instance] = {}
+        self._frontends: set[str] = set()
         self._instances_changed = asyncio.Event()
         """Replaced with each change."""
         self._unheard: set[str] | None = None
@@ -299,6 +300,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             }
         )
         self._instances = instances
+        self._free_for({name for name, one in instances.items() if one.service == "frontend"})
         if self._replicas is not None:
             self._replicas.keep(
                 {name for name, one in instances.items() if one.service == self.name and one.state is not State.FAILED}
@@ -321,6 +323,15 @@ class RouterService(router_pb2_grpc.RouterServicer):
         if self._metrics is not None:
             self._metrics.incompatible_pairs.set(len(pairs))
         self._wake()
+
+    def _free_for(self, frontends: set[str]) -> None:
+        """Nobody will say what came of the requests of a frontend that is gone: its workers have cancelled them."""
+        if gone := self._frontends - frontends:
+            for request_id in self._book.asked_by(gone):
+                self._scheduler.freed(request_id)
+                if self._replicas is not None:
+                    self._replicas.settled(request_id, Event.FREED)
+        self._frontends = frontends
 
     def on_load(self, report: LoadReport) -> None:
         """Corrects what is believed of a worker's load."""
@@ -411,6 +422,7 @@ def _request(request: router_pb2.ScheduleRequest) -> Request:
         session_hard=request.session_hard,
         pinned=request.pinned_instance,
         timeout_s=request.timeout_ms / 1000,
+        frontend_id=request.frontend_id,
     )
 
 

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import grpc
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
+from controlplane.discovery import Discovery
 from controlplane.embedded import EmbeddedEtcd, EmbeddedNats
 from controlplane.errors import NotFound, Unavailable
 from controlplane.grpc_errors import from_rpc_error
-from controlplane.instances import State
+from controlplane.instances import Instance, State
 from engines.base import LoadSnapshot
 from kvcache.events import Cleared, Removed, Stored, Tier
 from tests.integration.router.cluster import CARD, FORMAT, Cluster, LightWorker, StartRouter, until
@@ -245,3 +247,29 @@ async def test_a_drain_is_confirmed_once_nothing_is_placed_there(cluster: Cluste
         assert (await router.schedule(request_id=f"r-{turn}")).decode.instance_id == other.instance_id
     await confirmed(other.instance.epoch - 1, "d-2")  # of a life that is over
     await confirmed(1, "nobody")
+
+
+async def test_what_a_frontend_asked_for_is_free_once_it_is_gone(cluster: Cluster, start_router: StartRouter) -> None:
+    await cluster.start("d", "decode")
+    discovery = await Discovery.connect(cluster.etcd, cluster.deployment, CollectorRegistry(), timeout_s=10)
+    frontend = Instance(
+        service="frontend", instance_id="f", state=State.READY, epoch=1, address="", pid=0, host="", version="0"
+    )
+    await discovery.register(frontend)
+    router = await start_router(cluster)  # it has seen the frontend when it is ready
+
+    async def placed(request_id: str, frontend_id: str) -> None:
+        request = router_pb2.ScheduleRequest(
+            request_id=request_id, model="model", prompt_tokens=9, frontend_id=frontend_id
+        )
+        await router.stub.Schedule(request, timeout=10)
+
+    async def counted(placements: int) -> bool:
+        return await router.metric("tokenmill_router_placements") == placements
+
+    await placed("its", "f")
+    await placed("another's", "g")
+    await until(lambda: counted(2), "both count", 60)
+    await discovery.deregister()
+    await discovery.close()
+    await until(lambda: counted(1), "only the one whose frontend was never seen counts", 60)

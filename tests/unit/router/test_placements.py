@@ -30,6 +30,15 @@ def test_a_placement_counts_from_its_decision_until_it_is_freed() -> None:
     assert (book.load("d"), len(book)) == (Load(0, 0, 0), 0)
 
 
+def test_what_a_frontend_asked_for_is_known_until_it_is_freed() -> None:
+    book = Book(ttl_s=60)
+    for request_id, frontend_id in (("a", "f1"), ("b", "f2"), ("c", "f1"), ("d", "")):
+        book.place(request_id, share("d"), None, now=0, frontend_id=frontend_id)
+    assert book.asked_by({"f1", "f3"}) == ["a", "c"]
+    book.freed("a")
+    assert book.asked_by({"f1"}) == ["c"]
+
+
 def test_the_first_token_ends_the_computing_of_a_prompt() -> None:
     book = Book(ttl_s=60)
     book.place("r", share("d", tokens=80, blocks=5), None, now=0)
