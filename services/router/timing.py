@@ -70,9 +70,12 @@ class Fit:
         self._covariance = self._initial()
 
     def _initial(self) -> list[list[float]]:
-        # Relative to y: the prior's coefficients are believed within about their own size.
-        size = len(self._units)
-        return [[1.0 if row == column else 0.0 for column in range(size)] for row in range(size)]
+        """What is known is believed within its own size, and what is not to be up to a tenth of a second."""
+        size = len(self.weights)
+        return [
+            [max(self.weights[row], 0.1) ** 2 if row == column else 0.0 for column in range(size)]
+            for row in range(size)
+        ]
 
     @property
     def coefficients(self) -> list[float]:
