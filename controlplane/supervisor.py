@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
-from enum import Enum
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
@@ -21,9 +18,10 @@ from typing import Any, Self
 from controlplane.child_log import log_tail, rotate
 from controlplane.child_process import ChildProcess, ChildSpec
 from controlplane.errors import NotFound, Unavailable
+from controlplane.kept_child import Child, ChildState, KeptChild, how_it_ended, reason
 from controlplane.restart_policy import RestartPolicy
 
-__all__ = ["Child", "ChildFailed", "ChildState", "Report", "Supervisor"]
+__all__ = ["ChildFailed", "Report", "Supervisor"]
 
 Report = Callable[[str, str], None]
 """Called with a child's name and a short text for a person. Must not block or raise."""
@@ -41,27 +39,6 @@ _ASK_S = 0.05
 
 class ChildFailed(Unavailable):
     """A child ended again and again without ever having been ready."""
-
-
-class ChildState(Enum):
-    """Values are those of supervisor.proto."""
-
-    RUNNING = 1
-    RESTARTING = 2
-    """It ended and is started again soon."""
-    STOPPED = 3
-    """It was asked to go."""
-
-
-@dataclass(frozen=True, slots=True)
-class Child:
-    """One child as it is now."""
-
-    name: str
-    state: ChildState
-    pid: int
-    """0: there is no process."""
-    instance_id: str
 
 
 class Supervisor:
@@ -88,7 +65,7 @@ class Supervisor:
         self._start_timeout_s = start_timeout_s
         self._children = {spec.name: self._kept(spec, restart_policy()) for spec in specs}
         """By name, the one that counts."""
-        self._all: set[_Kept] = set()
+        self._all: set[KeptChild] = set()
         """With those that come after and those that go."""
         self._restarting = asyncio.Lock()
         self._restarts: set[asyncio.Task[None]] = set()
@@ -178,15 +155,15 @@ class Supervisor:
             kept.stop()
             kept.process.kill()
 
-    def _kept(self, spec: ChildSpec, policy: RestartPolicy) -> _Kept:
-        return _Kept(ChildProcess(spec, self._log_dir / f"{spec.name}.log"), policy)
+    def _kept(self, spec: ChildSpec, policy: RestartPolicy) -> KeptChild:
+        return KeptChild(ChildProcess(spec, self._log_dir / f"{spec.name}.log"), policy)
 
-    def _start(self, kept: _Kept) -> asyncio.Task[None]:
+    def _start(self, kept: KeptChild) -> asyncio.Task[None]:
         self._all.add(kept)
         kept.keeper = asyncio.create_task(self._keep(kept), name=f"keep {kept.process.spec.name}")
         return kept.keeper
 
-    async def _keep(self, kept: _Kept) -> None:
+    async def _keep(self, kept: KeptChild) -> None:
         """Runs one child until it is told to stop or is given up."""
         name, process = kept.process.spec.name, kept.process
         try:
@@ -206,7 +183,7 @@ class Supervisor:
                 delay_s = kept.policy.delay_after(exit_code, time.monotonic() - started)
                 if delay_s is None:
                     tail = "\n".join(f"    {line}" for line in log_tail(process.log_file, _LOG_LINES_SHOWN))
-                    message = f"{name} cannot start: it {_how_it_ended(exit_code)}. Its log ends:\n{tail}"
+                    message = f"{name} cannot start: it {how_it_ended(exit_code)}. Its log ends:\n{tail}"
                     kept.failed(message)
                     raise ChildFailed(message)
                 kept.failed(f"{name} {reason}")
@@ -216,7 +193,7 @@ class Supervisor:
             kept.failed(f"{name} was stopped")
             kept.ended.set()
 
-    async def _live(self, kept: _Kept) -> tuple[int, str]:
+    async def _live(self, kept: KeptChild) -> tuple[int, str]:
         """One life of a child: its exit code, and how it ended in words."""
         kept.begin()
         process = kept.process
@@ -234,9 +211,9 @@ class Supervisor:
             kept.over.set()
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-        return exit_code, _reason(process, exit_code)
+        return exit_code, reason(process, exit_code)
 
-    async def _ask(self, kept: _Kept) -> None:
+    async def _ask(self, kept: KeptChild) -> None:
         answers = kept.process.spec.answers
         if answers is not None:
             while not await asyncio.to_thread(answers):  # noqa: ASYNC110  another process makes it true
@@ -255,7 +232,7 @@ class Supervisor:
                 await self._ended_in_time(kept, kept.over)
             await self._becomes_ready(kept)
 
-    async def _succeed(self, old: _Kept) -> None:
+    async def _succeed(self, old: KeptChild) -> None:
         spec = old.process.spec
         new = self._kept(spec.successor(), RestartPolicy(attempts=1))
         self._report(spec.name, f"{new.process.spec.instance_id} starts, to take the place of {spec.instance_id}")
@@ -276,7 +253,7 @@ class Supervisor:
         await self._ended_in_time(old, old.ended)
         self._all.discard(old)
 
-    async def _ended_in_time(self, kept: _Kept, ended: asyncio.Event) -> None:
+    async def _ended_in_time(self, kept: KeptChild, ended: asyncio.Event) -> None:
         """Tells it to go, and waits for that; kills it when it takes longer than a drain."""
         kept.process.terminate()
         if not await _wait_at_most(ended.wait(), self._drain_timeout_s):
@@ -284,7 +261,7 @@ class Supervisor:
             kept.process.kill()
             await ended.wait()
 
-    async def _becomes_ready(self, kept: _Kept) -> None:
+    async def _becomes_ready(self, kept: KeptChild) -> None:
         """Raises `Unavailable` when this life of it ends before, or takes too long."""
         ready = asyncio.create_task(kept.ready.wait(), name="ready")
         try:
@@ -327,73 +304,6 @@ class Supervisor:
                     await asyncio.to_thread(rotate, self._log_dir / f"{name}.log", _MAX_LOG_BYTES)
                 except OSError as error:
                     self._report(name, f"its log cannot be bounded: {error.strerror or error}")
-
-
-class _Kept:
-    """A child and what its keeper knows of it. What is of one life only begins anew with the next."""
-
-    def __init__(self, process: ChildProcess, policy: RestartPolicy) -> None:
-        self.process = process
-        self.policy = policy
-        self.keeper: asyncio.Task[None] | None = None
-        self.state = ChildState.RUNNING
-        self.stopping = False
-        self.woken = asyncio.Event()
-        """It is to stop, or to live again at once."""
-        self.ended = asyncio.Event()
-        """Its last life is over."""
-        self.ready = asyncio.Event()
-        self.over = asyncio.Event()
-        """This life is."""
-        self._failure: asyncio.Future[str] | None = None
-
-    @property
-    def pid(self) -> int:
-        """0 between two lives."""
-        return self.process.pid if self.process.running else 0
-
-    @property
-    def again(self) -> bool:
-        """It is to live again at once."""
-        return self.woken.is_set() and not self.stopping
-
-    @property
-    def failure(self) -> asyncio.Future[str]:
-        """Why this life, or the next one where it has not begun, ended without being asked to."""
-        if self._failure is None:
-            self._failure = asyncio.get_running_loop().create_future()
-        return self._failure
-
-    def begin(self) -> None:
-        self.state = ChildState.RUNNING
-        for event in (self.woken, self.ready, self.over):
-            event.clear()
-        if self.failure.done():
-            self._failure = None
-
-    def failed(self, reason: str) -> None:
-        if not self.failure.done():
-            self.failure.set_result(reason)
-
-    def stop(self) -> None:
-        self.stopping = True
-        self.woken.set()
-
-    def wake(self) -> None:
-        if self.failure.done():
-            self._failure = None
-        self.woken.set()
-
-
-def _how_it_ended(exit_code: int) -> str:
-    if exit_code < 0:
-        return f"was killed by {signal.Signals(-exit_code).name}"
-    return f"ended with exit code {exit_code}"
-
-
-def _reason(process: ChildProcess, exit_code: int) -> str:
-    last_line = log_tail(process.log_file, 1)
-    return _how_it_ended(exit_code) + (f" ({last_line[0].strip()})" if last_line else "")
 
 
 async def _wait_at_most(awaitable: Awaitable[object], timeout_s: float) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 
 from controlplane.grpc_errors import ErrorInterceptor
-from controlplane.supervisor import Child, Supervisor
+from controlplane.kept_child import Child
+from controlplane.supervisor import Supervisor
 from tokenmill.supervisor.v1 import supervisor_pb2, supervisor_pb2_grpc
 
 __all__ = ["supervisor_called", "supervisor_served"]

@@ -13,8 +13,9 @@ import pytest
 
 from controlplane.child_process import ChildSpec
 from controlplane.errors import NotFound, Unavailable
+from controlplane.kept_child import ChildState
 from controlplane.restart_policy import RestartPolicy
-from controlplane.supervisor import ChildFailed, ChildState, Supervisor
+from controlplane.supervisor import ChildFailed, Supervisor
 
 _SLEEP = "import time; time.sleep(60)"
 _QUICK = partial(RestartPolicy, first_delay_s=0.01)
@@ -189,9 +190,11 @@ while True:
                 return answer
 
         async with _supervisor(tmp_path, spec) as supervisor:
-            assert await asked() == supervisor.pid("a")
-            os.kill(supervisor.pid("a"), signal.SIGKILL)
-            assert await asked() == supervisor.pid("a"), "who comes meanwhile waits"
+            first = await asked()
+            assert first == supervisor.pid("a")
+            os.kill(first, signal.SIGKILL)
+            await _until(lambda: not _alive(first))
+            assert await asked() == supervisor.pid("a") != first, "who comes meanwhile waits"
 
 
 async def test_higher_stages_have_ended_before_lower_ones_are_told_to_stop(tmp_path: Path) -> None:
