@@ -82,6 +82,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self) -> None:
         self._log = get_logger(__name__)
+        self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        """By method: a server's methods do not change, and wrapping one takes longer than calling it."""
 
     async def intercept_service(
         self,
@@ -89,6 +91,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """Wraps the method's behaviour."""
+        known = self._wrapped.get(handler_call_details.method)
+        if known is not None:
+            return known
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
@@ -101,6 +106,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
+        self._wrapped[handler_call_details.method] = wrapped
         return wrapped
 
     def _guard(self, behaviour: Callable[..., Any], method: str) -> Callable[..., Any]:
