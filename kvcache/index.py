@@ -405,6 +405,8 @@ class KvIndex:
 
     def _make_room(self, count: int) -> None:
         by_hash, runs = self.runs.by_hash, self.runs.all
+        if len(by_hash) + count > self._max_blocks:
+            self.tidy(64 * count)  # what lost workers left goes first
         steps = HAND_STEPS
         while runs and len(by_hash) + count > self._max_blocks:
             self._hand %= len(runs)

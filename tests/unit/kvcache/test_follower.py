@@ -211,19 +211,28 @@ def test_kept_events_are_bounded_and_their_loss_is_a_gap_again(
 
 
 HASHES: Sequence[int] = range(1, 13)
+TIERS = st.just(Tier.DEVICE) | st.sampled_from(Tier)
 EVENTS = st.one_of(
-    st.integers(0, 11).map(lambda at: Stored(HASHES[at - 1] if at else None, tuple(HASHES[at : at + 3]))),
-    st.builds(Removed, st.lists(st.sampled_from(HASHES), min_size=1, max_size=3).map(tuple)),
+    st.builds(
+        lambda at, tier: Stored(HASHES[at - 1] if at else None, tuple(HASHES[at : at + 3]), tier),
+        st.integers(0, 11),
+        TIERS,
+    ),
+    st.builds(Removed, st.lists(st.sampled_from(HASHES), min_size=1, max_size=3).map(tuple), TIERS),
     st.just(Cleared()),
 )
 
 
 @settings(deadline=None)
-@given(st.lists(st.lists(EVENTS, min_size=1, max_size=4), max_size=15), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.lists(EVENTS, min_size=1, max_size=4), max_size=15),
+    st.randoms(use_true_random=False),
+    st.integers(1, 30),
+)
 def test_whatever_the_bus_does_two_reports_and_a_snapshot_make_the_picture_true(
-    said: list[list[KvEvent]], chance: random.Random
+    said: list[list[KvEvent]], chance: random.Random, max_blocks: int
 ) -> None:
-    worker, index = Worker(), KvIndex()
+    worker, index = Worker(), KvIndex(max_blocks)
     follower = Follower(index, "w", epoch=1)
     mend(follower, worker)
     on_the_way: list[KvEventBatch] = []
@@ -247,4 +256,11 @@ def test_whatever_the_bus_does_two_reports_and_a_snapshot_make_the_picture_true(
     follower.on_check(*worker.report())
     if follower.gap:
         assert mend(follower, worker)
-    assert_true(follower, index, worker)
+    if max_blocks >= len(HASHES):
+        assert_true(follower, index, worker)
+    for tier in Tier:
+        assert set(index.blocks(follower.holder, tier)) <= set(worker.holdings.hashes(tier))
+    follower.on_check(*worker.report())
+    assert follower.gap is None  # a full index is no reason to ask again
+    assert len(index) <= max_blocks
+    check_integrity(index)

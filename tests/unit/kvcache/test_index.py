@@ -273,6 +273,17 @@ def test_a_full_index_forgets_the_least_recently_matched_end_first() -> None:
     check_integrity(index)
 
 
+def test_what_lost_workers_left_makes_room_first() -> None:
+    index = KvIndex(max_blocks=1000)
+    lost, worker = index.open("lost"), index.open("worker")
+    index.store(worker, None, range(1, 501))
+    index.store(lost, None, range(1001, 1501))
+    index.close(lost)
+    index.store(worker, 500, range(501, 521))
+    assert index.overlaps(range(1, 521)) == {"worker": 520}
+    assert index.forgotten == 0
+
+
 def test_more_blocks_than_there_is_room_for_are_known_from_the_first_on() -> None:
     index = KvIndex(max_blocks=10)
     worker = index.open("worker")
