@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from controlplane.discovery import Discovery
 from controlplane.embedded import free_port
-from controlplane.errors import TokenmillError
+from controlplane.errors import TokenmillError, Unavailable
 from controlplane.grpc_errors import ErrorInterceptor
 from controlplane.instances import Instance, ModelCard, State
 from engines.base import Capability
@@ -314,6 +314,8 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
         self.refusal: TokenmillError | None = None
         self.delay_s = 0.0
         self.cancelled = 0
+        self.deaf_to_releases = 0
+        """How many to refuse."""
         self.address = ""
 
     async def Run(self, request: prefill_pb2.RunRequest, context: Context) -> prefill_pb2.RunResponse:  # noqa: N802
@@ -335,6 +337,9 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
         self, request: prefill_pb2.ReleaseRequest, context: Context
     ) -> prefill_pb2.ReleaseResponse:
         assert request.epoch == 7
+        if self.deaf_to_releases:
+            self.deaf_to_releases -= 1
+            raise Unavailable("deaf")
         if request.handle_id:
             self.released.append(request.handle_id)
         else:

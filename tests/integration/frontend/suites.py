@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,19 +75,25 @@ async def whole(http: httpx.AsyncClient, body: dict[str, Any]) -> Outcome:
 
 
 class Load:
-    """Answers in the making; `begun` counts the streams that have some text."""
+    """Answers in the making; `begun` counts the streams over HTTP and gRPC that have some text."""
 
     def __init__(self, http: httpx.AsyncClient, stub: Any) -> None:
         self._http = http
         self._stub = stub
         self.begun = 0
+        self.longest_gap_s = 0.0
+        """Between two lines of a stream over HTTP."""
 
     async def over_http(self, body: dict[str, Any]) -> Outcome:
         asked = body | {"stream": True, "stream_options": {"include_usage": True}}
         text, reason = "", ""
         usage: dict[str, int] = {}
+        last_at = math.inf
         async with self._http.stream("POST", "/v1/completions", json=asked) as response:
             async for line in response.aiter_lines():
+                now = time.monotonic()
+                self.longest_gap_s = max(self.longest_gap_s, now - last_at)
+                last_at = now
                 if not line or line == "data: [DONE]":
                     continue
                 event = json.loads(line.removeprefix("data: "))

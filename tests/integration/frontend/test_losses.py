@@ -22,6 +22,7 @@ from tests.integration.frontend.peers import (
     ScriptedRouter,
     card_of,
     ids,
+    prefilling,
     published,
     routing,
     running_frontend,
@@ -294,3 +295,15 @@ async def test_a_prompt_is_waited_for_only_while_its_worker_gives_a_sign_of_life
         if silent:
             assert prefill.cancelled == 1
             await until(lambda: prefill.given_up == [prefill.ran[0].request_id])
+
+
+async def test_kv_is_given_back_again_and_again_until_its_worker_hears_it(
+    frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
+) -> None:
+    worker = ScriptedDecode(answer)
+    worker.refusal = EngineFailed("boom")
+    async with serving(frontend, worker), prefilling(frontend, router, worker.model) as prefill:
+        router.targets = [worker]
+        prefill.deaf_to_releases = 2
+        assert (await http.post("/v1/completions", json=asks(worker.model))).status_code == 500
+        await until(lambda: prefill.released == [f"kv-{prefill.ran[0].request_id}"], 30)
