@@ -20,8 +20,9 @@ from controlplane.errors import SettingsError
 from controlplane.settings import load
 from engines.sim.config import SimConfig
 from engines.sim.profile import profile, profile_names
-from services.router.policies import POLICIES
+from services.router.policies import POLICIES, Parameters
 from services.router.settings import RouterSettings
+from simulator.decisions import read_decisions, replay_decisions
 from simulator.measures import Result
 from simulator.replay import Cluster, Limits, replay
 from simulator.report import as_html, as_json
@@ -33,6 +34,7 @@ _COLUMNS = [
     "policy", "TTFT mean", "p50", "p99", "ITL mean", "p99", "E2E mean", "p99", "hit rate", "max/mean", "good/s", "good",
     "refused", "speed",
 ]  # fmt: skip
+_MOST_SHOWN = 20
 _PROGRESS_EACH = 64
 """Requests between two looks at the clock."""
 
@@ -43,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = load({"router": RouterSettings}, rest, os.environ, prog="tokenmill simulate", description="").get(
         RouterSettings
     )
+    if arguments.replay_decisions:
+        return _replay_decisions(arguments.replay_decisions, settings.parameters)
+    if arguments.trace is None:
+        raise SettingsError("name a trace to replay, or a log of decisions with --replay-decisions")
     policies = _policies(arguments.policy)
     cluster = _cluster(arguments)
     limits = Limits(arguments.ttft_limit_ms, arguments.itl_limit_ms)
@@ -79,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Replays a request trace through the router's own code and simulated workers in virtual time.",
         epilog="Every setting of the router may be given, too, e.g. --remote-prefill-min-tokens 2048.",
     )
-    parser.add_argument("trace", type=Path, help="a Mooncake .jsonl or an Azure .csv")
+    parser.add_argument("trace", type=Path, nargs="?", help="a Mooncake .jsonl or an Azure .csv")
     parser.add_argument("--policy", default=",".join(POLICIES), metavar="A,B", help="policies [default %(default)s]")
     parser.add_argument(
         "--workers", type=int, metavar="N", help="workers that compute prompts and generate [default 8]"
@@ -98,7 +104,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--itl-limit-ms", type=float, default=Limits().itl_ms, metavar="MS", help="for goodput")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write a page with charts there (.html)")
+    parser.add_argument(
+        "--replay-decisions", type=Path, metavar="FILE",
+        help="instead of a trace: make the decisions of a router's decisions_log again, and compare",
+    )  # fmt: skip
     return parser
+
+
+def _replay_decisions(path: Path, parameters: Parameters) -> int:
+    """1 when any comes out otherwise."""
+    agreement = replay_decisions(read_decisions(path), parameters)
+    for difference in agreement.differing[:_MOST_SHOWN]:
+        print(difference)
+    print(
+        f"{agreement.same} comparisons come out the same ({agreement.tied} of them ties), "
+        f"{len(agreement.differing)} differ, {agreement.skipped} cannot be made again"
+    )
+    return 1 if agreement.differing else 0
 
 
 def _policies(names: str) -> list[str]:
