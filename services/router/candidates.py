@@ -6,12 +6,14 @@ explanation at a tenth of what an object each costs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
 
-from services.router.placements import Book, Load, Share
+from kvcache.events import Tier
+from kvcache.index import Overlap
+from services.router.placements import Book, Load, Pulled, Share
 from services.router.timing import Timing, Timings, pairs_of
 from services.router.workers import Group, Worker
 
@@ -39,16 +41,18 @@ class Candidates:
     timings: Sequence[Timing]
     """Alive: they go on learning."""
     held: list[int]
-    """Leading prompt blocks each holds, or soon will."""
+    """Leading prompt blocks each holds in any tier, or soon will."""
     uncached: list[int]
-    """Prompt tokens it would have to compute."""
+    """Prompt tokens it would have to compute; loading from a slower tier counts as the tokens it takes as long as."""
     needed: list[int]
-    """Blocks it would have to fill, and decode to read from elsewhere."""
+    """Blocks it would have to find room for."""
     requests: list[int]
     """There now; this and the next three as in `placements.Load`."""
     queued_tokens: list[int]
     queued_pairs: list[float]
     kv_blocks: list[int]
+    lower: Mapping[int, Overlap]
+    """By row: who holds some of its blocks below the engine's own memory only."""
     scores: list[float] = field(default_factory=list)
     terms: dict[str, list[float]] = field(default_factory=dict)
     """What else the policy went by."""
@@ -126,6 +130,7 @@ class Candidate:
     def share(self, *, computes: bool, arrived_at: float | None) -> Share:
         """What the request puts on this worker."""
         load, uncached, prompt = self.load, self.uncached_tokens, self.candidates.prompt_tokens
+        overlap = self.candidates.lower.get(self.at)
         return Share(
             self.worker.instance_id,
             uncached if computes else 0,
@@ -135,17 +140,30 @@ class Candidate:
             moved_tokens=0 if computes else uncached,
             ahead_tokens=load.queued_tokens,
             ahead_pairs=load.queued_pairs,
+            pulled=_pulled(overlap, self.worker.format.block_size, prompt) if overlap and computes else None,
         )
 
 
+def _pulled(overlap: Overlap, block_size: int, prompt_tokens: int) -> Pulled:
+    tier = max(_LOWER, key=lambda one: overlap[one - 1])
+    return Pulled(tier, overlap[tier - 1] * block_size, prompt_tokens - overlap.blocks * block_size, prompt_tokens)
+
+
+_LOWER = (Tier.HOST, Tier.DISK, Tier.PEER)
 _REQUESTS, _TOKENS = attrgetter("requests"), attrgetter("queued_tokens")
 _PAIRS, _BLOCKS = attrgetter("queued_pairs"), attrgetter("kv_blocks")
 
 
 def gather(
-    job: Job, group: Group, overlaps: dict[str, int], blocks: int, prompt_tokens: int, book: Book, timings: Timings
+    job: Job,
+    group: Group,
+    overlaps: Mapping[str, Overlap],
+    blocks: int,
+    prompt_tokens: int,
+    book: Book,
+    timings: Timings,
 ) -> Candidates:
-    """A prompt of `blocks` hashed blocks, held so far by whom `overlaps` says, before any worker of the group."""
+    """A prompt of `blocks` hashed blocks, held as `overlaps` says, before any worker of the group."""
     loads, times = group.refresh(book, timings)
     size = group.block_size
     count = len(group.workers)
@@ -154,15 +172,25 @@ def gather(
     sizes = [size] if size else group.block_sizes
     needed = [prompt_tokens // each + 1 for each in sizes] * (count if size else 1)
     # One more than the prompt has: for the answer to begin in.
+    lower: dict[int, Overlap] = {}
     position = group.position
-    for instance_id, depth in overlaps.items():
+    for instance_id, overlap in overlaps.items():
         at = position.get(instance_id)
-        if at is not None:
-            block_size = group.block_sizes[at]
-            if blocks <= prompt_tokens // block_size:  # else they are hashes of another block size
-                held[at] = depth
-                uncached[at] -= depth * block_size
-                needed[at] -= depth
+        if at is None:
+            continue
+        block_size = group.block_sizes[at]
+        if blocks > prompt_tokens // block_size:
+            continue  # hashes of another block size
+        device = depth = overlap.device
+        saved: float = device
+        if overlap.host or overlap.disk or overlap.peer:
+            weight = times[at].tier_weight
+            depth = overlap.blocks
+            saved += sum(overlap[tier - 1] * weight(tier) for tier in _LOWER)
+            lower[at] = overlap
+        held[at] = depth
+        uncached[at] -= round(saved * block_size)
+        needed[at] -= device
     return Candidates(
         job,
         prompt_tokens,
@@ -175,4 +203,5 @@ def gather(
         list(map(_TOKENS, loads)),
         list(map(_PAIRS, loads)),
         list(map(_BLOCKS, loads)),
+        lower,
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from controlplane.errors import Overloaded
+from kvcache.index import Overlap
 from services.router.candidates import Candidate, Candidates, Job, gather
 from services.router.placements import Book
 from services.router.policies import Policy
@@ -30,7 +31,7 @@ class Ask:
 
     request: Request
     now: float
-    overlaps: dict[str, int]
+    overlaps: Mapping[str, Overlap]
     """Leading blocks held, by worker."""
     home: str
     """The decode worker that its session is at; empty: none."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from kvcache.events import Tier
 from kvcache.load import LoadReport
 
-__all__ = ["Book", "Load", "Placement", "Share"]
+__all__ = ["Book", "Load", "Placement", "Pulled", "Share"]
 
 ON_THE_WAY_S = 0.1
 """A request that reached its worker less than this before a report came may not be in it."""
@@ -32,6 +33,19 @@ class Load:
     """Of those prompt tokens with the ones before them (see `timing.py`); an estimate where a report has the tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """What a worker has to load from a slower tier before it computes the rest of a prompt."""
+
+    tier: Tier
+    """The one most comes from."""
+    tokens: int
+    """That come from there."""
+    computed_tokens: int
+    """That are in no tier."""
+    prompt_tokens: int
+
+
 @dataclass(slots=True)
 class Share:
     """What one placement puts on one worker."""
@@ -50,6 +64,7 @@ class Share:
     ahead_tokens: int = 0
     """Prompt tokens that were queued there before it."""
     ahead_pairs: float = 0.0
+    pulled: Pulled | None = None
 
 
 @dataclass(slots=True)

@@ -6,18 +6,18 @@ import random
 from collections.abc import Sequence
 
 from controlplane.errors import InvalidRequest, NotFound, Unavailable
-from kvcache.index import KvIndex
+from kvcache.index import KvIndex, Overlap
 from kvcache.load import LoadReport
 from services.router.candidates import Candidate, Job
 from services.router.choosing import Ask, Chooser, NoRoom
 from services.router.decision import Decision
 from services.router.history import History
-from services.router.placements import Book
+from services.router.placements import Book, Share
 from services.router.policies import Policy
 from services.router.predictions import Predictions
 from services.router.request import Request
 from services.router.sessions import Sessions
-from services.router.timing import Timings
+from services.router.timing import Timings, pairs_of
 from services.router.workers import Choice, Pool, Roster, Worker
 
 __all__ = ["Decision", "NoRoom", "Request", "Scheduler"]
@@ -87,7 +87,7 @@ class Scheduler:
 
     def uncached_tokens(self, request: Request, now: float) -> int:
         """The fewest prompt tokens that any worker would have to compute: what the request costs at best."""
-        held = max(self._overlaps(request.block_hashes, now).values(), default=0)
+        held = max((one.blocks for one in self._overlaps(request.block_hashes, now).values()), default=0)
         blocks = len(request.block_hashes)
         return request.prompt_tokens - (request.prompt_tokens * held // blocks if blocks else 0)
 
@@ -100,11 +100,12 @@ class Scheduler:
             raise NotFound(f"no worker serves the model {request.model!r}; known: {known}", param="model")
         return pool
 
-    def _overlaps(self, hashes: Sequence[int], now: float) -> dict[str, int]:
-        overlaps = self._index.overlaps(hashes)
+    def _overlaps(self, hashes: Sequence[int], now: float) -> dict[str, Overlap]:
+        overlaps = self._index.held(hashes)
         for instance_id, depth in self._predictions.overlaps(hashes, now).items():
-            if depth > overlaps.get(instance_id, 0):
-                overlaps[instance_id] = depth
+            known = overlaps.get(instance_id)
+            if known is None or depth > known.blocks:
+                overlaps[instance_id] = Overlap(device=depth)
         return overlaps
 
     def _choose_pair(self, choice: Choice, ask: Ask) -> tuple[Candidate, Candidate | None, str]:
@@ -149,9 +150,7 @@ class Scheduler:
         if placement is not None and placement.prefill is not None:
             share = placement.prefill
             placement.prefill_s = elapsed_s
-            timing = self._timings.known(share.instance_id)
-            if timing is not None:
-                timing.learn_prefill(share.ahead_tokens + share.tokens, share.ahead_pairs + share.pairs, elapsed_s)
+            self._learn_prefill(share, elapsed_s)
         self._book.prefilled(request_id, now)
         decision = self._history.find(request_id)
         if decision is not None:
@@ -163,17 +162,29 @@ class Scheduler:
         placement = self._book.placement(request_id)
         if placement is not None:
             share = placement.decode
-            timing = self._timings.known(share.instance_id)
             # Waits before it was placed, and earlier tries, are not this worker's.
             since_s = min(ttft_s, now - placement.placed_at)
-            if timing is not None and placement.prefill_s:
+            timing = self._timings.known(share.instance_id)
+            if not placement.prefill_s:
+                self._learn_prefill(share, since_s)
+            elif timing is not None:
                 timing.learn_transfer(share.moved_tokens, since_s - placement.prefill_s)
-            elif timing is not None and share.tokens:
-                timing.learn_prefill(share.ahead_tokens + share.tokens, share.ahead_pairs + share.pairs, since_s)
         self._book.computed(request_id)
         decision = self._history.find(request_id)
         if decision is not None:
             decision.outcome.ttft_s = ttft_s
+
+    def _learn_prefill(self, share: Share, seconds: float) -> None:
+        timing, pulled = self._timings.known(share.instance_id), share.pulled
+        if timing is None or not share.tokens:
+            return
+        if pulled is None:
+            timing.learn_prefill(share.ahead_tokens + share.tokens, share.ahead_pairs + share.pairs, seconds)
+        elif timing.is_measured:
+            computed = pulled.computed_tokens
+            pairs = pairs_of(computed, pulled.prompt_tokens)
+            compute_s = timing.prefill_s(share.ahead_tokens + computed, share.ahead_pairs + pairs)
+            timing.learn_load(pulled.tier, pulled.tokens, max(0.0, seconds - compute_s))
 
     def freed(self, request_id: str, cached_tokens: int | None = None, completion_tokens: int | None = None) -> None:
         """The request left its workers."""

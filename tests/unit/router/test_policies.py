@@ -4,6 +4,7 @@ import pytest
 
 from controlplane.instances import State
 from kvcache.format import KvFormat
+from kvcache.index import Overlap
 from services.router.candidates import Candidates, Job, gather
 from services.router.placements import Book, Load, Share
 from services.router.policies import POLICIES, LeastLoaded, Linear, Lmetric, Parameters, RoundRobin, simple
@@ -27,7 +28,7 @@ def candidates(job: Job, *loads: Load, held: dict[int, int] | None = None, promp
             share = Share(str(at), load.queued_tokens if first else 0, load.kv_blocks if first else 0, 0)
             book.place(f"{at}-{number}", share, None, 0)
     group = Group([worker(str(at)) for at in range(len(loads))])
-    overlaps = {str(at): blocks for at, blocks in (held or {}).items()}
+    overlaps = {str(at): Overlap(blocks) for at, blocks in (held or {}).items()}
     return gather(job, group, overlaps, prompt // 16, prompt, book, Timings())
 
 
