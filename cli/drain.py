@@ -19,6 +19,7 @@ from tokenmill.control.v1 import control_pb2, control_pb2_grpc
 __all__ = ["main"]
 
 _CALL_TIMEOUT_S = 10.0
+_FRONTEND_TIMEOUT_S = 600.0
 _LOOK_S = 0.5
 _END_S = 60.0
 """Longest time a process may need to end once its drain is over."""
@@ -37,15 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--timeout",
         type=_seconds,
         metavar="SECONDS",
-        help="longest wait for what runs [default: the instance's own drain_timeout_s]",
+        help="longest wait for what runs [default: the instance's own drain_timeout_s; for a frontend, whose answers "
+        f"cannot go on elsewhere, {_FRONTEND_TIMEOUT_S:g}]",
     )
     parser.add_argument("--no-wait", action="store_true", help="return when the drain has begun")
     return asyncio.run(_drain(parser.parse_args(argv)))
 
 
 async def _drain(arguments: argparse.Namespace) -> int:
-    timeout_ms = None if arguments.timeout is None else round(arguments.timeout * 1000)
     async with controlled(arguments) as (instance, control, discovery):
+        timeout_s = arguments.timeout
+        if timeout_s is None and instance.service == "frontend":
+            timeout_s = _FRONTEND_TIMEOUT_S
+        timeout_ms = None if timeout_s is None else round(timeout_s * 1000)
         request = control_pb2.DrainRequest(instance_id=instance.instance_id, timeout_ms=timeout_ms)
         started = time.monotonic()
         try:

@@ -59,6 +59,8 @@ class ChildSpec:
     """The whole environment; None: the supervisor's own."""
     death_signal: signal.Signals = signal.SIGTERM
     """What the child gets when its supervisor is gone."""
+    retire_signal: signal.Signals = signal.SIGTERM
+    """What it gets when its successor has taken its place, and nobody is in a hurry."""
     instance_id: str = ""
     """What a service registers as; empty: it is none."""
     generation: int = 1
@@ -123,9 +125,16 @@ class ChildProcess:
 
     def terminate(self) -> None:
         """Asks it, and it alone, to stop in order."""
+        self._send(signal.SIGTERM)
+
+    def retire(self) -> None:
+        """Asks it, and it alone, to finish what it has and go."""
+        self._send(self.spec.retire_signal)
+
+    def _send(self, number: signal.Signals) -> None:
         if self.running:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGTERM)
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Ends it and all processes of its group at once."""

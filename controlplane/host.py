@@ -11,6 +11,7 @@
 A failure is published as FAILED, with its reason, and ends the process with code 1 (2 where the settings are at fault).
 A drain that `Control.Drain` asked for may be taken back until it is done, and leads to READY again; a signal's may not,
 for what sends one kills soon after. A second signal cuts a drain short (130), a third ends the process on the spot.
+SIGQUIT is for those who do not: it drains for as long as what runs may take.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ _OK, _FAILED, _BAD_SETTINGS, _FORCED = 0, 1, 2, 130
 
 _POLL_S = 1.0
 _STOP_S, _FORCED_STOP_S = 15.0, 3.0
+_PATIENT_S = 24 * 3600.0
 _TIDY_S = 30.0
 """How often channels to those who are gone are looked for."""
 
@@ -171,6 +173,7 @@ class Host:
         assert this is not None
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, self._on_signal, this)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, self._on_quit)
         code, reason = _OK, ""
         try:
             await self._live()
@@ -316,6 +319,9 @@ class Host:
             life.cancel()
         else:
             os._exit(_FORCED)
+
+    def _on_quit(self) -> None:
+        self._drain.ask(_PATIENT_S, final=True)
 
     def _spawned_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

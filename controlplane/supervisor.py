@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from itertools import groupby
@@ -29,6 +30,7 @@ Report = Callable[[str, str], None]
 _KILL_GRACE_S = 2.0
 """Every stage of a stop gets at least this much, also when those before it used all the time."""
 
+_LONGEST_RETIREMENT_S = 3600.0
 _LOG_LINES_SHOWN = 15
 _MAX_LOG_BYTES = 25 << 20
 """Twice this is kept of each child's log."""
@@ -229,7 +231,8 @@ class Supervisor:
             kept.wake()
             if kept.process.running:
                 self._report(name, "restarts, as asked")
-                await self._ended_in_time(kept, kept.over)
+                kept.process.terminate()
+                await self._ended_in_time(kept, kept.over, self._drain_timeout_s)
             await self._becomes_ready(kept)
 
     async def _succeed(self, old: KeptChild) -> None:
@@ -250,13 +253,14 @@ class Supervisor:
         self._children[spec.name] = new
         self._report(spec.name, f"{new.process.spec.instance_id} is ready, {spec.instance_id} goes")
         old.stop()
-        await self._ended_in_time(old, old.ended)
+        old.process.retire()
+        patient = spec.retire_signal is not signal.SIGTERM
+        await self._ended_in_time(old, old.ended, _LONGEST_RETIREMENT_S if patient else self._drain_timeout_s)
         self._all.discard(old)
 
-    async def _ended_in_time(self, kept: KeptChild, ended: asyncio.Event) -> None:
-        """Tells it to go, and waits for that; kills it when it takes longer than a drain."""
-        kept.process.terminate()
-        if not await _wait_at_most(ended.wait(), self._drain_timeout_s):
+    async def _ended_in_time(self, kept: KeptChild, ended: asyncio.Event, timeout_s: float) -> None:
+        """Waits for one that was told to go, and kills it when it takes too long."""
+        if not await _wait_at_most(ended.wait(), timeout_s):
             self._report(kept.process.spec.name, "did not stop in time; killed")
             kept.process.kill()
             await ended.wait()

@@ -91,7 +91,11 @@ def make_plan(
         told = _environment(loaded, service, engine, environment, temporary)
         env = told | as_env("common", replace(own, instance_id=instance_id)) | more
         command = (sys.executable, "-P", "-m", f"services.{service}")
-        children.append(ChildSpec(name, command, stage, env, instance_id=instance_id, sockets=sockets))
+        # A worker's answers go on elsewhere when its drain takes long; a frontend's cannot.
+        retire = signal.SIGQUIT if service == "frontend" else signal.SIGTERM
+        children.append(
+            ChildSpec(name, command, stage, env, instance_id=instance_id, sockets=sockets, retire_signal=retire)
+        )
         return instance_id
 
     # The ports that were asked for are the frontend's, and stay the same over its restarts.

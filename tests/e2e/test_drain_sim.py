@@ -22,7 +22,7 @@ from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
 _DEADLINE_S = 60
 """Ten times what is expected."""
-_TOKENS = 48
+_TOKENS, _LONG_TOKENS = 48, 4000
 _PROMPTS = [f"Chapter {number}. " * 40 for number in range(6)]
 
 
@@ -48,7 +48,7 @@ class Suite:
 @pytest.fixture
 def suite(tokenmill: Tokenmill) -> Iterator[Suite]:
     started = tokenmill.run("up", "-d", "--engine", "sim", "--time-scale", "10", "--port", "0", "--prefill", "2",
-                            "--decode", "2")  # fmt: skip
+                            "--decode", "2", "--drain-timeout-s", "3")  # fmt: skip
     assert started.returncode == 0, started.stderr
     yield Suite(started.stdout.strip(), tokenmill)
     stopped = tokenmill.run("down")
@@ -66,7 +66,7 @@ class Load:
 
     async def goes_on(self) -> None:
         """Waits until everybody has had an answer that began after now."""
-        target = {way: count + 5 for way, count in self.answered.items()}
+        target = {way: count + 3 for way, count in self.answered.items()}
         async with asyncio.timeout(_DEADLINE_S):
             while any(self.answered[way] < count for way, count in target.items()):
                 assert self.failed == []
@@ -131,11 +131,31 @@ async def under_load(suite: Suite) -> AsyncIterator[Load]:
 
         ways = (whole, streamed, anew, over_grpc)
         load.answered = dict.fromkeys((way.__name__ for way in ways), 0)
-        asking = [tasks.create_task(ask_on(way, number)) for way in ways for number in range(2)]
+        asking = [tasks.create_task(ask_on(way, number)) for number, way in enumerate(ways)]
         yield load
         for task in asking:
             task.cancel()
     assert load.failed == []
+
+
+@asynccontextmanager
+async def _long_answer(suite: Suite) -> AsyncIterator[asyncio.Task[int]]:
+    """One that takes longer than a drain may; it has begun, and the task counts its tokens."""
+    body = _body("A long story.") | {"max_tokens": _LONG_TOKENS, "stream": True}
+    async with (
+        httpx.AsyncClient(base_url=suite.url, timeout=_DEADLINE_S, trust_env=False) as client,
+        client.stream("POST", "/v1/completions", json=body | {"stream_options": {"include_usage": True}}) as answer,
+    ):
+        lines = answer.aiter_lines()
+        assert "text" in await anext(lines)
+
+        async def count() -> int:
+            async for line in lines:
+                if '"usage"' in line and (usage := json.loads(line.removeprefix("data: ")).get("usage")):
+                    return int(usage["completion_tokens"])
+            return 0
+
+        yield asyncio.create_task(count())
 
 
 def _body(prompt: str) -> dict[str, Any]:
@@ -177,7 +197,7 @@ async def test_a_drain_is_taken_back_while_an_answer_runs(suite: Suite) -> None:
     ):
         events = answer.aiter_lines()
         assert "text" in await anext(events)
-        await _run(suite, "drain", worker, "--no-wait")
+        await _run(suite, "drain", worker, "--no-wait", "--timeout", "60")
         assert (await asyncio.to_thread(suite.instances))[worker]["state"] == "draining"
         await _run(suite, "undrain", worker)
         assert (await asyncio.to_thread(suite.instances))[worker]["state"] == "ready"
@@ -195,10 +215,13 @@ async def test_every_service_is_followed_by_another_without_a_lost_request(suite
         await load.goes_on()
         await _run(suite, "restart", "--rolling")
         await load.goes_on()
+        async with _long_answer(suite) as rest:
+            await _run(suite, "restart", "frontend", "--rolling")
+            assert await rest == _LONG_TOKENS, "it is not cut off where it cannot go on elsewhere"
         await _run(suite, "restart", "etcd", "nats")
         await load.goes_on()
     after = suite.instances()
-    assert set(after) == {f"{name}-2" for name in before}
+    assert set(after) == {f"{name}-{3 if name.startswith('frontend') else 2}" for name in before}
     assert not {one["pid"] for one in after.values()} & {one["pid"] for one in before.values()}
     (old,), (new,) = ([one for one in of.values() if one["service"] == "frontend"] for of in (before, after))
     assert new["http_address"] == old["http_address"]
