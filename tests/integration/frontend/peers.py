@@ -348,9 +348,9 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
 
 
 @asynccontextmanager
-async def routing(frontend: Frontend) -> AsyncIterator[ScriptedRouter]:
+async def routing(frontend: Frontend, router: ScriptedRouter | None = None) -> AsyncIterator[ScriptedRouter]:
     """A router in the frontend's deployment; the frontend asks it as soon as it has seen it."""
-    router = ScriptedRouter()
+    router = router or ScriptedRouter()
     add = router_pb2_grpc.add_RouterServicer_to_server
     async with published(frontend, "router", lambda server: add(router, server)) as (_, router.server, _):
         yield router
