@@ -17,28 +17,21 @@ Pure, not thread safe.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
-from itertools import compress
 from operator import xor
 from typing import NamedTuple
 
 from kvcache.events import Cleared, KvEvent, Removed, Stored, Tier
+from kvcache.lanes import Holder, Lanes
 from kvcache.runs import Run, Runs, chain
 
 __all__ = ["DEFAULT_MAX_BLOCKS", "Holder", "KvIndex", "Match", "Overlap"]
 
 DEFAULT_MAX_BLOCKS = 10_000_000
 """About 1 GB."""
-FEW = 24
-"""Names looked up one by one; for more it is faster to go over all, and to remember the answer."""
-MOST_REMEMBERED = 256
-"""Such answers: at a thousand workers 8 KB each."""
 HAND_STEPS = 256
 """Runs the clock's hand looks at before it takes the next one, used or not."""
-
-_BITS = {Tier.DEVICE: 1, Tier.HOST: 2, Tier.DISK: 4, Tier.PEER: 8}
-_DIGITS = bytes.maketrans(b"01", b"\0\1")
 
 
 class Overlap(NamedTuple):
@@ -59,33 +52,13 @@ Match = list[tuple[Overlap, int]]
 """(overlap, the lanes that have exactly this one), fewest blocks first; lanes without any are left out."""
 
 
-class Holder:
-    """One rank of one worker in an index, made by `KvIndex.open`. `xor` and `count`: of all (hash, tier) it holds."""
-
-    __slots__ = ("_lane", "count", "dp_rank", "forgotten", "forgotten_xor", "name", "routed", "xor")
-
-    def __init__(self, name: str, dp_rank: int, routed: bool) -> None:
-        self.name = name
-        self.dp_rank = dp_rank
-        self.routed = routed
-        self._lane = 0
-        self._reset()
-
-    def tiers_in(self, holders: int) -> int:
-        """Its digit in a run's holders: a bit for each tier that has those blocks, DEVICE the lowest."""
-        return holders >> (self._lane.bit_length() - 1) & 15
-
-    def _reset(self) -> None:
-        self.xor = self.count = 0
-        self.forgotten = self.forgotten_xor = 0
-        """Of them, those the index has no room for."""
-
-
 class KvIndex:
     """Which holder has which block, in which tier. Matches are answered for routed holders."""
 
     def __init__(self, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
         self.runs = Runs()
+        """For reading."""
+        self.lanes = Lanes()
         """For reading."""
         self.forgotten = 0
         """Blocks that had to make room, or found none, since the start."""
@@ -93,16 +66,6 @@ class KvIndex:
         """Grows with every change."""
         self._max_blocks = max_blocks
         self._hand = 0
-        self._owners: list[Holder | None] = []
-        """By lane number. A lane is the lowest bit of its hex digit."""
-        self._names: list[str] = []
-        """By lane number."""
-        self._named_before: dict[int, tuple[str, ...]] = {}
-        self._free: list[int] = []
-        self._routed = 0
-        """Lanes a match answers for."""
-        self._tiered = 0
-        """All four bits of open holders that have had a block below the device."""
         self._dead = 0
         """All four bits of closed holders whose bits still stand in runs."""
         self._sweeping = 0
@@ -122,32 +85,12 @@ class KvIndex:
     def route(self, holder: Holder) -> None:
         """From now on matches see it."""
         holder.routed = True
-        self._routed |= holder._lane
+        self.lanes.routed |= holder.lane
 
     def close(self, holder: Holder) -> None:
         """Forgets all it holds, in constant time; its bits are swept out as other blocks come, or by `tidy`."""
-        lane = holder._lane
-        if lane:
-            self.changes += 1
-            self._dead |= lane * 15
-            self._routed &= ~lane
-            self._tiered &= ~(lane * 15)
-            self._owners[lane.bit_length() >> 2] = None
-        holder._lane = 0
-        holder._reset()
-
-    def holders(self, bits: int) -> Iterator[Holder]:
-        """The open holders with a bit in a run's `holders`, or in a match's lanes."""
-        while bits:
-            number = (bits.bit_length() - 1) >> 2
-            owner = self._owners[number]
-            if owner is not None:
-                yield owner
-            bits &= (1 << 4 * number) - 1
-
-    def open_holders(self) -> list[Holder]:
-        """Those that have held something since they were opened or cleared."""
-        return [holder for holder in self._owners if holder is not None]
+        self.changes += 1
+        self._dead |= self.lanes.leave(holder)
 
     # Changes
 
@@ -167,7 +110,7 @@ class KvIndex:
 
     def store(self, holder: Holder, parent: int | None, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
         """`hashes[0]` follows `parent` (None: it begins a prompt), each next one the one before."""
-        bit = self._bit(holder, tier)
+        bit = self.lanes.enter(holder, tier)
         by_hash = self.runs.by_hash
         self.changes += 1
         at, end = 0, len(hashes)
@@ -204,7 +147,7 @@ class KvIndex:
         """These blocks are gone from that tier of this holder."""
         if not holder.count:
             return
-        bit = self._bit(holder, tier)
+        bit = holder.bit(tier)
         get = self.runs.by_hash.get
         self.changes += 1
         for block in hashes:
@@ -246,13 +189,11 @@ class KvIndex:
             budget -= 8
             if run.holders & ~keep:
                 budget -= len(run.hashes)
+                self.changes += 1
                 runs.change(run, 0, len(run.hashes), run.holders & keep)
         if not self._sweep_at:
-            lanes, self._sweeping = self._sweeping, 0
-            while lanes:
-                number = (lanes.bit_length() - 1) >> 2
-                self._free.append(number)
-                lanes &= (1 << 4 * number) - 1
+            self.lanes.free(self._sweeping)
+            self._sweeping = 0
         return True
 
     # Questions
@@ -261,10 +202,10 @@ class KvIndex:
         """How many leading blocks of a prompt each routed holder has, by lane."""
         get = self.runs.by_hash.get
         run = get(hashes[0]) if hashes else None
-        if run is not None and run.holders & self._tiered:
+        if run is not None and run.holders & self.lanes.tiered:
             return self._match_tiers(hashes)
         found: Match = []
-        current = self._routed
+        current = self.lanes.routed
         at, end = 0, len(hashes)
         while run is not None:
             run.used = True
@@ -285,7 +226,7 @@ class KvIndex:
         """The same where some of those who hold the first block have it, or others, below the device."""
         get = self.runs.by_hash.get
         found: Match = []
-        alike = {Overlap(): self._routed}
+        alike = {Overlap(): self.lanes.routed}
         """Lanes, by what they have of the prompt so far."""
         at, end = 0, len(hashes)
         while at < end and alike:
@@ -320,7 +261,7 @@ class KvIndex:
         """
         named: dict[str, Overlap] = {}
         for overlap, lanes in self.match(hashes):
-            for name in self._named(lanes):
+            for name in self.lanes.names(lanes):
                 named[name] = overlap
         return named
 
@@ -329,7 +270,7 @@ class KvIndex:
         return {
             (holder.name, holder.dp_rank): overlap
             for overlap, lanes in self.match(hashes)
-            for holder in self.holders(lanes)
+            for holder in self.lanes.holders(lanes)
         }
 
     def overlaps(self, hashes: Sequence[int]) -> dict[str, int]:
@@ -337,50 +278,16 @@ class KvIndex:
         named: dict[str, int] = {}
         for overlap, lanes in self.match(hashes):
             blocks = overlap.blocks
-            for name in self._named(lanes):
+            for name in self.lanes.names(lanes):
                 named[name] = blocks
         return named
 
     def blocks(self, holder: Holder, tier: Tier = Tier.DEVICE) -> list[int]:
         """All the index knows a holder to have in one tier. Goes over every run: for diagnosis and tests."""
-        bit = holder._lane * _BITS[tier]
+        bit = holder.bit(tier)
         return [block for run in self.runs.all if run.holders & bit for block in run.hashes]
 
-    def _named(self, lanes: int) -> Sequence[str]:
-        if lanes.bit_count() <= FEW:
-            digits, names, at = f"{lanes:x}"[::-1], [], -1
-            while (at := digits.find("1", at + 1)) >= 0:
-                names.append(self._names[at])
-            return names
-        known = self._named_before.get(lanes)
-        if known is None:
-            if len(self._named_before) >= MOST_REMEMBERED:
-                self._named_before.clear()
-            digits = f"{lanes:x}"[::-1]
-            known = tuple(compress(self._names, digits.encode().translate(_DIGITS)))
-            self._named_before[lanes] = known
-        return known
-
     # Keeping house
-
-    def _bit(self, holder: Holder, tier: Tier) -> int:
-        lane = holder._lane
-        if not lane:
-            self._named_before.clear()
-            if self._free:
-                number = self._free.pop()
-                self._owners[number], self._names[number] = holder, holder.name
-            else:
-                number = len(self._owners)
-                self._owners.append(holder)
-                self._names.append(holder.name)
-            lane = holder._lane = 1 << 4 * number
-            if holder.routed:
-                self._routed |= lane
-        if tier is Tier.DEVICE:
-            return lane
-        self._tiered |= lane * 15
-        return lane * _BITS[tier]
 
     def _swept(self, block: int) -> Run | None:
         """The block's run, without the bits that are being swept: only such a run may be split."""
@@ -431,7 +338,7 @@ class KvIndex:
     def _forget_run(self, run: Run) -> None:
         checksum, count = reduce(xor, run.hashes), len(run.hashes)
         self.forgotten += count
-        for holder in self.holders(run.holders):
+        for holder in self.lanes.holders(run.holders):
             tiers = holder.tiers_in(run.holders).bit_count()
             self._forget(holder, tiers * count, checksum if tiers & 1 else 0)
         self.runs.drop(run)

@@ -46,7 +46,7 @@ class Inspection:
             run = index.runs.all[self._left]
             blocks -= len(run.hashes)
             wrong = self._wrong(run, self._left)
-            holders = list(index.holders(run.holders))
+            holders = list(index.lanes.holders(run.holders))
             if wrong:
                 damaged.update(dict.fromkeys(holders, wrong))
                 index.discard(run)
@@ -84,7 +84,7 @@ class Inspection:
 
     def _compare(self) -> dict[Holder, str]:
         damaged = {}
-        for holder in self._index.open_holders():
+        for holder in self._index.lanes.all():
             checksum, count = self._sums.get(holder, (0, 0))
             counted = holder.count - holder.forgotten
             if count != counted:
