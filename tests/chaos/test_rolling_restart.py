@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,8 +24,8 @@ _RESTART_TIMEOUT_S = 600.0
 
 
 @pytest.fixture
-def frontend(tokenmill: Tokenmill) -> Iterator[Part]:
-    """Of a deployment with two workers a role."""
+def frontend(tokenmill: Tokenmill, tmp_path: Path) -> Iterator[Part]:
+    """Of a deployment with two workers a role. Its logs stay in the test's folder."""
     started = tokenmill.run("up", "-d", "--engine", "sim", "--port", "0", "--prefill", "2", "--decode", "2")
     assert started.returncode == 0, started.stderr
     instances = json.loads(tokenmill.run("status", "--json").stdout)["instances"]
@@ -32,6 +34,8 @@ def frontend(tokenmill: Tokenmill) -> Iterator[Part]:
         int(one[key].rpartition(":")[2]) for key in ("http_address", "address", "metrics_address")
     )
     yield Part("frontend", "frontend", grpc_port, metrics_port, http_port)
+    for log in tokenmill.folder.glob("*/default/logs/*"):
+        shutil.copy(log, tmp_path)
     stopped = tokenmill.run("down")
     assert stopped.returncode == 0, stopped.stderr
     tokenmill.assert_nothing_left()
