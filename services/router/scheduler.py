@@ -119,10 +119,10 @@ class Scheduler:
         if not self._policy.predicts or not prefill.predicted_ttft_s:
             return decode, prefill, ""
         local = self._chooser.choose(Job.WHOLE, choice.paired, ask)
-        local_s, remote_s = local.predicted_ttft_s, prefill.predicted_ttft_s + decode.predicted_transfer_s
-        if not local_s or remote_s < local_s:
+        local_s, remote_s = local.score, prefill.score + decode.predicted_transfer_s
+        if remote_s < local_s:
             return decode, prefill, ""
-        return local, None, f"its first token is predicted in {local_s:.3f} s, by remote prefill in {remote_s:.3f} s"
+        return local, None, f"it costs {local_s:.3f} s here, {remote_s:.3f} s by remote prefill, as predicted"
 
     def _enter(self, decision: Decision) -> None:
         request, now = decision.request, decision.at

@@ -195,7 +195,7 @@ class Timing:
 
 
 class _Kind:
-    """Workers that run the same engine and model in the same role."""
+    """Workers of one model."""
 
     def __init__(self) -> None:
         self.timings: list[Timing] = []

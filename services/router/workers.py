@@ -42,12 +42,12 @@ class Worker:
     def lacks(self, request: Request) -> str:
         """What the request wants and this worker never has, for a person; empty: nothing."""
         if request.lora and request.lora not in self.loras:
-            return f"has no LoRA {request.lora}"
+            return f"without LoRA {request.lora}"
         for name, value in request.labels.items():
             if (name, value) not in self.labels:
-                return f"is not labelled {name}={value}"
+                return f"not labelled {name}={value}"
         missing = [name for name in request.capabilities if name not in self.capabilities]
-        return f"is not capable of {', '.join(missing)}" if missing else ""
+        return f"not capable of {', '.join(missing)}" if missing else ""
 
 
 class Group:
@@ -70,10 +70,8 @@ class Group:
         generation = (book.generation, timings.generation)
         if generation != self._generation:
             self._loads = [book.load(worker.instance_id) for worker in self.workers]
-            self._timings = [
-                timings.of(worker.instance_id, (worker.format.model_fingerprint, worker.role))
-                for worker in self.workers
-            ]
+            # Of one model in either role: a decode worker that never computed a prompt is as fast as those that did.
+            self._timings = [timings.of(one.instance_id, one.format.model_fingerprint) for one in self.workers]
             self._generation = generation
         return self._loads, self._timings
 
@@ -136,7 +134,7 @@ class Pool:
         if worker.instance_id in request.excluded:
             return "excluded"
         if only and worker.role == "decode" and worker.instance_id != only:
-            return "pinned to another" if request.pinned else f"the session is at {only}"
+            return "pinned to another" if request.pinned else f"not {only}, where the session is"
         return worker.lacks(request)
 
     def passed_over(self, worker: Worker, request: Request, only: str = "") -> str:

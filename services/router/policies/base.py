@@ -30,10 +30,11 @@ class Policy(Protocol):
     Else one is drawn with the softmax of the negative scores, put on a range of 1, over this."""
 
     predicts: bool
-    """Whether remote prefill is taken only where it is predicted to be faster."""
+    """Whether PREFILL and WHOLE scores are seconds: then remote prefill is taken only where it costs fewer, with the
+    transfer, once speeds have been measured."""
 
     def score(self, candidates: Candidates) -> list[float]:
-        """A score for each, lower is better. Scores of different jobs are never compared with each other."""
+        """A score for each, lower is better. Scores of different jobs are compared only if it `predicts`."""
 
     def chosen(self, job: Job, worker: Worker, now: float) -> None:
         """This one was taken."""

@@ -33,8 +33,8 @@ class Ttft:
                      step     = step_base + step_per_request x (requests + 1) + step_per_block x (kv_blocks + needed)
 
     Constraints: a worker that would have less than `kv_headroom` of its blocks left, or (WHOLE, DECODE) whose predicted
-    step is over `max_itl_ms`, comes after all that keep to it. Remote prefill is taken only where prefill worker,
-    queue included, and transfer are predicted to be faster than the best decode worker by itself.
+    step is over `max_itl_ms`, comes after all that keep to it. Remote prefill is taken only where PREFILL's
+    score and the transfer are less than the WHOLE score of the best decode worker: what it would cost there.
     Inputs: fitted times of each worker (`timing.py`), load reports and own placements, overlap from the index and
     predictions, own arrivals.
     Parameters: kv_headroom (0.05), max_itl_ms (0: no limit).
