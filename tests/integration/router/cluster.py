@@ -21,7 +21,7 @@ from controlplane.bus import Bus
 from controlplane.discovery import Discovery
 from controlplane.instances import Instance, ModelCard, State
 from controlplane.kv_publisher import KvPublisher, KvSourceServicer
-from engines.base import LoadSnapshot
+from engines.base import Capability, LoadSnapshot
 from kvcache.events import KvEvent, Tier
 from kvcache.format import KvFormat
 from tokenmill.kv.v1 import kv_pb2, kv_pb2_grpc
@@ -37,6 +37,7 @@ CARD = ModelCard(
     total_blocks=1000,
     max_num_seqs=16,
     max_batched_tokens=2048,
+    capabilities=tuple(sorted(Capability)),
 )
 
 
