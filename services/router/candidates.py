@@ -173,24 +173,25 @@ def gather(
     needed = [prompt_tokens // each + 1 for each in sizes] * (count if size else 1)
     # One more than the prompt has: for the answer to begin in.
     lower: dict[int, Overlap] = {}
-    position = group.position
+    position = group.position.get
+    alike: Overlap | None = None
+    depth = computed = found_room = 0
     for instance_id, overlap in overlaps.items():
-        at = position.get(instance_id)
+        at = position(instance_id)
         if at is None:
             continue
-        block_size = group.block_sizes[at]
-        if blocks > prompt_tokens // block_size:
-            continue  # hashes of another block size
-        device = depth = overlap.device
-        saved: float = device
-        if overlap.host or overlap.disk or overlap.peer:
-            weight = times[at].tier_weight
-            depth = overlap.blocks
-            saved += sum(overlap[tier - 1] * weight(tier) for tier in _LOWER)
-            lower[at] = overlap
-        held[at] = depth
-        uncached[at] -= round(saved * block_size)
-        needed[at] -= device
+        if overlap is not alike or not size:  # the index names workers with equal overlaps in a row
+            block_size = group.block_sizes[at]
+            if blocks > prompt_tokens // block_size:
+                continue  # hashes of another block size
+            alike = overlap if overlap.blocks == overlap.device else None
+            depth, found_room = overlap.blocks, prompt_tokens // block_size + 1 - overlap.device
+            computed = prompt_tokens - overlap.device * block_size
+            if alike is None:
+                weight = times[at].tier_weight
+                computed -= round(block_size * sum(overlap[tier - 1] * weight(tier) for tier in _LOWER))
+                lower[at] = overlap
+        held[at], uncached[at], needed[at] = depth, computed, found_room
     return Candidates(
         job,
         prompt_tokens,
