@@ -152,10 +152,11 @@ class HttpApi:
             body = await exchange.body(
                 settings.max_body_mb << 20, held, patience_s=settings.read_timeout_s, deadline=deadline
             )
+            request = await exchange.interruptibly(self._door.long_work.run(len(body), read, body, routing))
         except ClientGone:
             self._door.count_cancelled(Stage.READING)
             raise
-        return await exchange.interruptibly(self._door.long_work.run(len(body), read, body, routing)), deadline
+        return request, deadline
 
     async def _answer(
         self,

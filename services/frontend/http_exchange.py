@@ -141,6 +141,7 @@ class Exchange:
         task = self._task = asyncio.current_task()
         assert task is not None
         self.connection.on_lost = lambda: self.interrupt(ClientGone())
+        self.connection.read_on()
         if self.connection.lost:
             self.interrupt(ClientGone())
         try:

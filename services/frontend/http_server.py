@@ -94,6 +94,10 @@ class Connection(HttpToolsProtocol):
         """The client is gone."""
         return self.parser is None or self.transport.is_closing()
 
+    def read_on(self) -> None:
+        """Lets a hang-up be seen: reading stops while a long body waits to be taken."""
+        self.flow.resume_reading()
+
     def abort(self) -> None:
         """Drops the connection and whatever the client has not read."""
         self.transport.abort()
