@@ -86,6 +86,8 @@ class _Account:
     load: Load = field(default_factory=Load)
     shares: dict[str, Share] = field(default_factory=dict)
     """By request."""
+    reported: tuple[int, int] = (0, 0)
+    """Epoch and engine steps of its latest report."""
 
 
 class Book:
@@ -148,6 +150,9 @@ class Book:
         """The worker's own word replaces what was believed, but for requests it cannot have seen."""
         self.expire(now)  # also while nothing new is placed
         account = self._account(report.instance_id)
+        if (report.epoch, report.steps) < account.reported:
+            return  # overtaken on its way by a newer one
+        account.reported = report.epoch, report.steps
         load = account.load
         load.requests = report.running_requests + report.waiting_requests
         # The report has no pairs: what is queued is taken to be made up as before.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +59,18 @@ def test_a_report_replaces_what_was_believed_but_for_requests_it_cannot_have_see
     book.prefilled("in prefill", now=5.5)
     book.report(report("d", requests=9, tokens=100, blocks=60), now=7)
     assert book.load("d") == Load(9, 100, 60)
+
+
+def test_a_report_that_was_overtaken_by_a_newer_one_changes_nothing() -> None:
+    book = Book(ttl_s=60)
+    newer, older = replace(report("d", requests=3), steps=50), replace(report("d", requests=9), steps=40)
+    book.report(newer, now=5)
+    book.report(older, now=5.1)
+    assert book.load("d").requests == 3
+    book.report(replace(newer, running_requests=4), now=6)  # it stood still
+    assert book.load("d").requests == 4
+    book.report(replace(older, epoch=2, steps=0), now=7)  # it has begun anew
+    assert book.load("d").requests == 9
 
 
 def test_a_lost_outcome_is_corrected_by_the_next_report() -> None:
