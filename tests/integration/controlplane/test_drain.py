@@ -83,6 +83,17 @@ async def test_a_signal_ends_a_drain_no_later_than_was_asked(
         assert (await stub.ended())[0] == 0
 
 
+async def test_one_who_is_in_no_hurry_says_so_with_sigquit(etcd: str, nats: str, deployment: str, until: Until) -> None:
+    flags = ("--drain-timeout-s", "0.1")
+    async with running("drain-for-ever", etcd, nats, deployment, *flags) as stub, controlled(stub, until) as control:
+        stub.process.send_signal(signal.SIGQUIT)
+        await until(lambda: stub.is_in(State.DRAINING))
+        status = await control.Status(control_pb2.StatusRequest(instance_id="stub-1"), timeout=30)
+        assert status.timeout_ms > 3_600_000
+        stub.process.send_signal(signal.SIGTERM)  # somebody is
+        assert (await stub.ended())[0] == 0
+
+
 async def test_a_drain_meant_for_another_instance_is_refused(
     etcd: str, nats: str, deployment: str, until: Until
 ) -> None:

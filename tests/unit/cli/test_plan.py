@@ -1,4 +1,5 @@
 import secrets
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -8,6 +9,7 @@ import pytest
 
 from cli.sections import ALL_SECTIONS
 from cli.up.plan import Plan, make_plan
+from cli.up.ports import FrontendPorts
 from controlplane.child_process import ChildSpec
 from controlplane.settings import load
 
@@ -99,6 +101,30 @@ def test_ports_asked_for_are_the_frontends_alone_and_survive_its_restart(tmp_pat
     assert (frontend["TOKENMILL_GRPC_PORT"], frontend["TOKENMILL_METRICS_PORT"]) == ("5555", "6666")
     assert "TOKENMILL_GRPC_PORT" not in _env(plan, "decode")
     assert "TOKENMILL_METRICS_PORT" not in _env(plan, "router")
+
+
+def test_a_frontend_that_shares_its_ports_is_told_so_and_may_finish_its_answers(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    with FrontendPorts("127.0.0.1", http=0, grpc=0, metrics=0) as ports:
+        plan = make_plan(load(ALL_SECTIONS, [], {}, prog="up"), "/models/m", own, {}, ports)
+        children = {child.name: child for child in plan.children}
+        env = _env(plan, "frontend")
+        assert (env["TOKENMILL_SHARE_PORTS"], env["TOKENMILL_GRPC_PORT"]) == ("true", str(ports.grpc))
+        assert children["frontend"].sockets == ports.sockets
+        assert children["frontend"].retire_signal is signal.SIGQUIT
+        assert children["decode"].retire_signal is signal.SIGTERM
+        assert children["decode"].sockets == ()
+
+
+def test_a_successor_is_another_instance_of_the_same_child(tmp_path: Path) -> None:
+    first = next(child for child in _plan(tmp_path).children if child.name == "decode")
+    second = first.successor()
+    third = second.successor()
+    assert [second.instance_id, third.instance_id] == [f"{first.instance_id}-2", f"{first.instance_id}-3"]
+    assert third.env is not None
+    assert third.env["TOKENMILL_INSTANCE_ID"] == third.instance_id
+    assert (third.name, third.command) == (first.name, first.command)
 
 
 def test_instance_ids_tell_who_it_is_and_differ_between_runs(tmp_path: Path) -> None:
