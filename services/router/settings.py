@@ -62,7 +62,7 @@ class RouterSettings:
         600.0, "a session that asks for nothing for so long has no worker of its own any more, seconds", minimum=0
     )
     explain_ring: int = setting(
-        1000, "latest decisions that `tokenmill router explain` can tell of", minimum=0, maximum=1_000_000
+        1000, "latest decisions that `tokenmill router explain` can tell of", minimum=1, maximum=1_000_000
     )
     decisions_log: str = setting("", "file that every decision goes to, as a line of JSON", metavar="FILE")
 
