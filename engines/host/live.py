@@ -34,6 +34,7 @@ from engines.host.attach import AttachStream
 from engines.host.convert import finished_to_proto
 from engines.host.outbox import Slot
 from engines.host.started import StartedEngine
+from engines.host.waits import Waits
 
 __all__ = ["DecodeLimits", "LiveRequests"]
 
@@ -51,6 +52,7 @@ class DecodeLimits:
     """The bounds of one decode worker; services/decode/settings.py says what each means to a user."""
 
     max_waiting: int = 256
+    max_wait_s: float = 10.0
     max_handle_age_s: float = 10.0
     max_unsent_bytes: int = 256 << 10
     stalled_write_s: float = 30.0
@@ -120,6 +122,7 @@ class LiveRequests:
         self._log = get_logger(__name__)
         self._live: dict[str, _Live] = {}
         self._streams: dict[str, AttachStream] = {}
+        self._waits = Waits(limits.max_wait_s)
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -170,6 +173,7 @@ class LiveRequests:
                 f"{len(self._live)} requests are running or waiting here, as many as this worker takes",
                 retry_after_s=_RETRY_AFTER_S,
             )
+        self._waits.check(self._loop.time(), self._waiting(), timeout_s or None)
         live = _Live(request, stream, stream.outbox.open(slot_number))
         self._live[request.request_id] = live
         self._idle.clear()
@@ -278,6 +282,8 @@ class LiveRequests:
                 unsent_bytes = live.stream.push(
                     live.slot, token_ids, output.logprobs, at_once=not live.completion_tokens
                 )
+                if not live.completion_tokens:
+                    self._waits.begun(self._loop.time(), self._waiting() - 1)
                 live.completion_tokens += len(token_ids)
                 if unsent_bytes > self._limits.max_unsent_bytes:
                     self._overflow(live, unsent_bytes)
@@ -285,6 +291,10 @@ class LiveRequests:
                 self._engine_ended(live, output, output.finish)
         if tokens:
             self._metrics.tokens.inc(tokens)
+
+    def _waiting(self) -> int:
+        """Requests that have no token yet."""
+        return sum(not live.completion_tokens for live in self._live.values())
 
     def _engine_ended(self, live: _Live, output: StepOutput, reason: FinishReason) -> None:
         error = _error(output.failure)

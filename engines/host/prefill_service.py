@@ -26,6 +26,7 @@ from engines.base import EngineInfo, EngineRequest, PrefillResult
 from engines.host.admission import check_epoch, check_model, check_prefill
 from engines.host.convert import handle_to_proto, sampling_from_proto
 from engines.host.started import StartedEngine
+from engines.host.waits import Waits
 from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 
 __all__ = ["PrefillLimits", "PrefillService"]
@@ -44,6 +45,7 @@ class PrefillLimits:
     """The bounds of one prefill worker; services/prefill/settings.py says what each means to a user."""
 
     max_waiting: int = 256
+    max_wait_s: float = 10.0
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
@@ -51,6 +53,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     def __init__(self, limits: PrefillLimits) -> None:
         self._limits = limits
+        self._waits = Waits(limits.max_wait_s)
         self._log = get_logger(__name__)
         self._serving: tuple[StartedEngine, Counter] | None = None
         self._running: dict[str, asyncio.Timeout] = {}
@@ -174,12 +177,16 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 f"{len(self._running)} prompts are running or waiting here, as many as this worker takes",
                 retry_after_s=_RETRY_AFTER_S,
             )
+        loop = asyncio.get_running_loop()
+        self._waits.check(loop.time(), len(self._running), time_left_s)
         try:
             async with asyncio.timeout(time_left_s) as timeout:
                 self._running[request.request_id] = timeout
                 self._idle.clear()
                 try:
-                    return await worker.engine.prefill(request)
+                    result = await worker.engine.prefill(request)
+                    self._waits.begun(loop.time(), len(self._running) - 1)
+                    return result
                 finally:
                     del self._running[request.request_id]
                     if not self._running:
