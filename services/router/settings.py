@@ -40,8 +40,13 @@ class RouterSettings:
     queue_max_tokens: int = setting(
         4_000_000, "uncached prompt tokens of the requests of one model that may wait at the router", minimum=1
     )
+    queue_max_wait_s: float = setting(
+        10.0,
+        "longest time a request may wait at the router; one that is expected to wait longer is refused at once, seconds",
+        minimum=0.001,
+    )
     worker_backlog: float = setting(
-        0.25,
+        1.0,
         "requests a worker is given beyond those it runs at a time, as a part of these, before any wait at the router",
         minimum=0,
         maximum=100,
