@@ -26,8 +26,9 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "routing.md"
 BEGIN, END = "<!-- written by benchmarks/routing_tables.py -->", "<!-- end of what it writes -->"
 BASE = "round_robin"
 SHAPES = {"8 workers": (0, 8), "6 prefill + 2 decode workers": (6, 2)}
-SPEEDS = {"h100x2-70b-fp8": (0.5, 1.0, 1.5), "h100-8b": (1.0,)}
-"""By profile."""
+SPEEDS = (0.5, 1.0, 1.5)
+PROFILE, LIGHT = "h100x2-70b-fp8", "h100-8b"
+"""Workers that the traces keep about half busy at their own speed, and some to which they are a light load."""
 SEED = 1
 COLUMNS = (
     "speed", "policy", "TTFT mean, s", "of round robin", "p99, s", "ITL p99, ms", "hit rate", "max/mean", "good",
@@ -57,13 +58,14 @@ def main() -> None:
     options = parser.parse_args()
     traces = {name: Path(path) for name, _, path in (one.partition("=") for one in options.traces)}
     cells = [
-        Cell(name, trace, path, shape, speed, policy)
-        for name, speeds in SPEEDS.items()
+        Cell(PROFILE, trace, path, shape, speed, policy)
         for trace, path in traces.items()
         for shape in SHAPES
-        for speed in speeds
+        for speed in SPEEDS
         for policy in POLICIES
     ]
+    trace, path = next(iter(traces.items()))
+    cells += [Cell(LIGHT, trace, path, next(iter(SHAPES)), 1.0, policy) for policy in POLICIES]
     results: dict[Cell, Result] = {}
     with ProcessPoolExecutor(options.jobs) as pool:
         for cell, result in zip(cells, pool.map(simulate, cells, [options.limit] * len(cells)), strict=True):
