@@ -7,6 +7,7 @@ freed, a load report, a new worker) calls `wake`; the rooms are then served once
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -46,12 +47,14 @@ class Queues:
         *,
         max_requests: int,
         max_tokens: int,
+        max_wait_s: float = math.inf,
         registry: CollectorRegistry,
     ) -> None:
         """With `max_requests` 0 nobody waits here: workers queue."""
         self._scheduler = scheduler
         self._max_requests = max_requests
         self._max_tokens = max_tokens
+        self._max_wait_s = max_wait_s
         self._metrics = _Metrics(registry, self)
         self._queues: dict[str, _Queue] = {}
         """By model, of those for which somebody ever waited."""
@@ -107,12 +110,13 @@ class Queues:
         if queue is None:
             queue = self._queues[request.model] = _Queue(WaitingRoom(self._max_requests, self._max_tokens))
         times = [seconds for seconds in (time_left_s, request.timeout_s or None) if seconds is not None]
+        own_time_s = min(times, default=math.inf)
         waiting = _Waiting(
             priority=request.priority,
             tenant=request.tenant,
             tokens=self._scheduler.uncached_tokens(request, now),
             where=_where(request),
-            deadline=now + min(times, default=float("inf")),
+            deadline=now + min(own_time_s, self._max_wait_s),
             request=request,
             turn=self._loop.create_future(),
         )
@@ -122,6 +126,8 @@ class Queues:
             displaced = queue.room.enter(waiting, now)
         except TokenmillError as refusal:
             self._metrics.refused("full" if isinstance(refusal, Overloaded) else "hopeless")
+            if isinstance(refusal, DeadlineExceeded) and own_time_s > self._max_wait_s:
+                raise self._too_long(queue.room, now) from None
             raise
         for one in displaced:
             self._metrics.refused("displaced")
@@ -133,7 +139,20 @@ class Queues:
             )
         if not queue.full & {ANYWHERE, waiting.where}:
             self._serve_soon()
-        return await self._turn(queue, waiting), time.monotonic() - waiting.entered_at
+        try:
+            return await self._turn(queue, waiting), time.monotonic() - waiting.entered_at
+        except DeadlineExceeded:
+            if own_time_s > self._max_wait_s:
+                raise self._too_long(queue.room, time.monotonic()) from None
+            raise
+
+    def _too_long(self, room: WaitingRoom[_Waiting], now: float) -> Overloaded:
+        """It is not the request that has no time: nobody is to wait so long."""
+        return Overloaded(
+            f"every worker is full, and a turn takes longer than the {self._max_wait_s:g} s that a request may wait; "
+            "try again later",
+            retry_after_s=room.retry_after_s(now),
+        )
 
     async def _turn(self, queue: _Queue, waiting: _Waiting) -> Decision:
         deadline = waiting.deadline - waiting.entered_at

@@ -106,6 +106,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             self._scheduler,
             max_requests=settings.queue_max_requests,
             max_tokens=settings.queue_max_tokens,
+            max_wait_s=settings.queue_max_wait_s,
             registry=host.registry,
         )
         self._ingest = Ingest(

@@ -42,7 +42,7 @@ class RouterSettings:
     )
     queue_max_wait_s: float = setting(
         10.0,
-        "longest time a request may wait at the router; one that is expected to wait longer is refused at once, seconds",
+        "longest time a request may wait at the router; one expected to wait longer is refused at once, seconds",
         minimum=0.001,
     )
     worker_backlog: float = setting(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Callable
 
@@ -30,7 +31,7 @@ def worker(name: str, *, runs: int = 1, model: str = "model") -> Instance:
 class Router:
     """Queues before a real scheduler; `ask` starts a call as the service does."""
 
-    def __init__(self, *workers: Instance, most: int = 4, backlog: float = 0.0) -> None:
+    def __init__(self, *workers: Instance, most: int = 4, backlog: float = 0.0, max_wait_s: float = math.inf) -> None:
         self.roster, self.registry = Roster(), CollectorRegistry()
         self.roster.update(workers)
         self.scheduler = Scheduler(
@@ -38,7 +39,9 @@ class Router:
             roster=self.roster, index=KvIndex(), book=Book(60), predictions=Predictions(), chance=random.Random(1),
             worker_backlog=backlog,
         )  # fmt: skip
-        self.queues = Queues(self.scheduler, max_requests=most, max_tokens=100_000, registry=self.registry)
+        self.queues = Queues(
+            self.scheduler, max_requests=most, max_tokens=100_000, max_wait_s=max_wait_s, registry=self.registry
+        )
         self.placed: list[str] = []
         self.calls: dict[str, asyncio.Task[tuple[Decision, float]]] = {}
 
@@ -78,8 +81,8 @@ class Router:
 async def start() -> AsyncIterator[Callable[..., Router]]:
     started: list[Router] = []
 
-    def make(*workers: Instance, most: int = 4, backlog: float = 0.0) -> Router:
-        started.append(Router(*workers, most=most, backlog=backlog))
+    def make(*workers: Instance, most: int = 4, backlog: float = 0.0, max_wait_s: float = math.inf) -> Router:
+        started.append(Router(*workers, most=most, backlog=backlog, max_wait_s=max_wait_s))
         return started[-1]
 
     yield make
@@ -168,6 +171,16 @@ async def test_a_request_that_waits_is_refused_when_its_time_is_over(start: Star
         with pytest.raises(DeadlineExceeded, match="all the time this request had"):
             await (await router.ask("hasty", left_s=0.05))
     assert (len(router.queues), router.refused("timeout")) == (0, 1)
+
+
+async def test_nobody_waits_longer_than_anyone_may_and_is_told_to_come_again(start: Start) -> None:
+    router = start(worker("d-1"), max_wait_s=0.05)
+    for name in ("running", "waiting"):
+        await router.ask(name)
+    async with asyncio.timeout(10):
+        with pytest.raises(Overloaded, match=r"longer than the 0\.05 s") as refused:
+            await router.calls["waiting"]
+    assert refused.value.retry_after_s > 0
 
 
 async def test_a_full_worker_holds_up_only_who_is_pinned_to_it(start: Start) -> None:
