@@ -1,6 +1,6 @@
 """A router process's CPU time for a Schedule call of 512 block hashes, through gRPC.
 
-    python benchmarks/bench_schedule.py [--runs N] [--calls N] [--workers N,N]
+    python benchmarks/bench_schedule.py [--runs N] [--calls N] [--at-once N] [--workers N,N]
 
 CPU microseconds, median of the runs, of a real router process beside real etcd and NATS. Half the workers prefill, half
 decode; each holds every prompt to one of six depths. They are records in discovery, and pictures that a few servers
@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
@@ -53,19 +53,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="the median of so many is shown [default %(default)s]")
     parser.add_argument("--calls", type=int, default=1000, help="calls a run [default %(default)s]")
+    parser.add_argument("--at-once", type=int, default=16, help="calls in flight [default %(default)s]")
     parser.add_argument("--workers", default="64,1024", help="how many workers [default %(default)s]")
     arguments = parser.parse_args()
     configure_logging(CommonSettings(log_level="warning"), service="bench")
-    table = Table(title=f"Schedule, 512 hashes, router's CPU time a call, median of {arguments.runs}")
+    how = f"{arguments.at_once} calls at a time, median of {arguments.runs}"
+    table = Table(title=f"Schedule, 512 hashes, router's CPU time a call, {how}")
     for column in ("workers", "Schedule", "a call of that size that does nothing"):
         table.add_column(column, justify="right")
     for workers in map(int, arguments.workers.split(",")):
-        schedule, floor = asyncio.run(schedule_us(workers, arguments.calls, arguments.runs))
+        schedule, floor = asyncio.run(schedule_us(workers, arguments.calls, arguments.runs, arguments.at_once))
         table.add_row(f"{workers:,}", f"{schedule:.0f} us", f"{floor:.0f} us")
     Console().print(table)
 
 
-async def schedule_us(workers: int, calls: int, runs: int) -> tuple[float, float]:
+async def schedule_us(workers: int, calls: int, runs: int, at_once: int) -> tuple[float, float]:
     """The router process's CPU (a Schedule call, a call that does nothing); half its workers prefill, half decode."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -88,14 +90,26 @@ async def schedule_us(workers: int, calls: int, runs: int) -> tuple[float, float
         schedules, floors = [], []
         for run in range(runs + 1):
             before = cpu_s(router)
-            for call in range(calls):
-                await stub.Schedule(schedule_request(chains[call % len(chains)], f"{run}-{call}"))
+            requests = (schedule_request(chains[call % len(chains)], f"{run}-{call}") for call in range(calls))
+            await side_by_side(at_once, (stub.Schedule(request) for request in requests))
             between = cpu_s(router)
-            for _ in range(calls):
-                await stub.Report(router_pb2.ReportRequest(outcomes=[nothing]))
+            report = router_pb2.ReportRequest(outcomes=[nothing])
+            await side_by_side(at_once, (stub.Report(report) for _ in range(calls)))
             schedules.append(1e6 * (between - before) / calls)
             floors.append(1e6 * (cpu_s(router) - between) / calls)
         return statistics.median(schedules[1:]), statistics.median(floors[1:])  # the first warms up
+
+
+async def side_by_side(at_once: int, calls: Iterator[Awaitable[object]]) -> None:
+    """Makes all calls, so many at a time, as frontends do."""
+
+    async def one_after_the_other() -> None:
+        for call in calls:
+            await call
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(at_once):
+            tasks.create_task(one_after_the_other())
 
 
 async def start_workers(
