@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from controlplane.errors import SettingsError
 
-__all__ = ["FAULTS", "Fault", "Parts", "Strike", "chosen", "dealt", "plan_round"]
+__all__ = ["EFFECTS", "FAULTS", "Fault", "Parts", "Strike", "chosen", "dealt", "plan_round"]
 
 Parts = Mapping[str, Sequence[str]]
 """Role ("decode", "etcd", ...) -> names of the processes in it."""
@@ -17,7 +17,7 @@ Parts = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One way for a part to go wrong."""
+    """One way for a part to go wrong; docs/reliability.md says what each action is."""
 
     action: str
     role: str
@@ -58,10 +58,36 @@ FAULTS = (
     Fault("hang-up", "clients"),
     Fault("burst", "clients"),
 )
-"""`away`: nobody listens there. `empty`: restarted without its data. `cut-off`: etcd and NATS are silent to this one
-part. `mute`: connections to it stay open and carry nothing. `no-files`: no further file descriptor. `hang`: its engine
-makes no step. `stop`: SIGTERM. `drain`: undrained afterwards. `hang-up`: all clients at once. `burst`: many new
-clients at once."""
+EFFECTS = {
+    "kill": "nothing; the answer goes on on another worker",
+    "kill-prefill": "nothing; the prompt is computed again",
+    "kill-router": "nothing; another router decides, or the frontend itself",
+    "kill-frontend": "its connections break; the next request goes to another frontend",
+    "kill-etcd": "nothing; everyone keeps the last picture",
+    "kill-nats": "nothing; routers know less until it is back",
+    "freeze": "one wait, until the silence is noticed; then the answer goes on elsewhere",
+    "freeze-router": "nothing but a moment; another router decides, or the frontend itself",
+    "freeze-frontend": "a wait as long as the fault",
+    "freeze-etcd": "nothing",
+    "freeze-nats": "nothing",
+    "away": "nothing; services know less until it is back",
+    "empty": "nothing; everyone registers again under the same id",
+    "cut-off": "nothing; it serves on with the last picture",
+    "mute": "one wait, until the silence is noticed; then the answer goes on elsewhere",
+    "mute-router": "nothing but a moment; another router decides, or the frontend itself",
+    "slow": "a slower answer",
+    "delay": "nothing",
+    "reset": "nothing; the answer goes on",
+    "no-files": "nothing",
+    "no-files-frontend": "new connections wait",
+    "disk-full": "nothing",
+    "hang": "one wait, until the hang is noticed; then the answer goes on elsewhere",
+    "stop": "nothing",
+    "drain": "nothing",
+    "hang-up": "nothing: they are gone, and all that was done for them ends",
+    "burst": "a longer wait for the first token, or 429 with a time to come back",
+}
+"""What a client sees, by a fault's name or its action."""
 
 
 @dataclass(frozen=True, slots=True)

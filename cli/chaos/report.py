@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from cli.chaos.checker import Judgement, Verdict
+from cli.chaos.plan import EFFECTS
 
-__all__ = ["FaultRow", "Gap", "Happened", "Report", "rows"]
+__all__ = ["FaultRow", "Gap", "Happened", "Report", "calm_gap", "rows"]
 
 _SHOWN = 20
 """Of the findings of one kind."""
@@ -63,6 +64,8 @@ class Report:
     rows: Sequence[FaultRow]
     handoffs: Mapping[str, int]
     """Of KV between workers, by outcome, as far as the workers that lived to the end know."""
+    calm_gap_s: tuple[float, float] | None
+    """Median and worst of the longest silences of streams that met no fault: what a gap is to be held against."""
     load_average: float
     """Of the machine, over the last minute of the run: figures of a busy machine say little."""
     counts: Counter[Verdict] = field(init=False)
@@ -90,6 +93,7 @@ class Report:
             "unrecovered": list(self.unrecovered),
             "handoffs": dict(self.handoffs),
             "load_average": self.load_average,
+            "calm_gap_s": self.calm_gap_s and [round(value, 3) for value in self.calm_gap_s],
             "findings": self.findings(),
             "faults": {row.name: _row_as_json(row) for row in self.rows},
         }
@@ -110,22 +114,40 @@ class Report:
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Headings and rows."""
         heads = ["fault", "times", "streams", "median recovery", "worst recovery", "median gap", "worst gap"]
-        return heads, [
+        lines = [
             [row.name, str(row.count), str(row.streams), *_pair(row.recovery_s), *_pair(row.gap_s)] for row in self.rows
         ]
+        return heads, [*lines, ["none", "", "", "", "", *_pair(self.calm_gap_s)]]
 
     def markdown(self) -> str:
-        """The table, as docs/reliability.md has it."""
-        heads, lines = self.table()
+        """The table of docs/reliability.md."""
+        heads = ["fault", "what a client sees", "longest gap: median, worst", "recovery: median, worst", "times"]
+        lines = [
+            [f"`{row.name}`", _effect(row.name), ", ".join(_pair(row.gap_s)), ", ".join(_pair(row.recovery_s)),
+             str(row.count)]
+            for row in self.rows
+        ]  # fmt: skip
+        lines.append(["none", "", ", ".join(_pair(self.calm_gap_s)), "", ""])
         return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *lines))
 
 
-def rows(happened: Iterable[Happened], gaps: Sequence[Gap]) -> list[FaultRow]:
+def rows(happened: Sequence[Happened], gaps: Sequence[Gap]) -> list[FaultRow]:
     """One for each fault's name, in alphabetical order."""
     by_name: dict[str, list[Happened]] = {}
     for one in happened:
         by_name.setdefault(one.name, []).append(one)
     return [_row(name, several, gaps) for name, several in sorted(by_name.items())]
+
+
+def calm_gap(happened: Sequence[Happened], gaps: Sequence[Gap]) -> tuple[float, float] | None:
+    """Median and worst of the silences that reach into no fault's time."""
+    return _median_and_worst(
+        [gap.until - gap.since for gap in gaps if not any(_meets(gap, fault) for fault in happened)]
+    )
+
+
+def _meets(gap: Gap, fault: Happened) -> bool:
+    return gap.until >= fault.began and (fault.well is None or gap.since <= fault.well)
 
 
 def _row(name: str, several: Sequence[Happened], gaps: Sequence[Gap]) -> FaultRow:
@@ -137,14 +159,16 @@ def _row(name: str, several: Sequence[Happened], gaps: Sequence[Gap]) -> FaultRo
     )  # fmt: skip
 
 
-def _worst_gap(one: Happened, gaps: Sequence[Gap]) -> float | None:
-    """Of the silences that reach into the fault's time."""
-    until = one.well if one.well is not None else float("inf")
-    return max((gap.until - gap.since for gap in gaps if gap.since <= until and gap.until >= one.began), default=None)
+def _worst_gap(fault: Happened, gaps: Sequence[Gap]) -> float | None:
+    return max((gap.until - gap.since for gap in gaps if _meets(gap, fault)), default=None)
 
 
 def _median_and_worst(values: Sequence[float]) -> tuple[float, float] | None:
     return (median(values), max(values)) if values else None
+
+
+def _effect(name: str) -> str:
+    return EFFECTS.get(name) or EFFECTS[name.rpartition("-")[0]]
 
 
 def _pair(values: tuple[float, float] | None) -> list[str]:

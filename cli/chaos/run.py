@@ -19,7 +19,7 @@ from cli.chaos.leaks import Baseline, held, most, outgrown
 from cli.chaos.load import Answers, Load
 from cli.chaos.plan import Fault, Strike, dealt, plan_round
 from cli.chaos.recorded import pool_of, record, repeated
-from cli.chaos.report import Gap, Happened, Report, rows
+from cli.chaos.report import Gap, Happened, Report, calm_gap, rows
 from cli.chaos.sim_answers import SimAnswers
 from cli.chaos.strikes import Striker
 from cli.chaos.suite import Suite, marked_processes
@@ -77,6 +77,8 @@ async def run(suite: Suite, course: Course, sim: SimAnswers | None, say: Callabl
         say("stopping the suite")
     leaks += [f"process {pid} ({command[:120]}) is left" for pid, command in marked_processes(suite.mark).items()]
     now = time.monotonic()
+    happened = [Happened(one.name, one.began, one.over or now, one.well, one.streams) for one in striker.struck]
+    gaps = [Gap(*record.worst_gap) for record in load.records if record.ask.stream]
     return Report(
         seed=course.seed,
         seconds=now - began,
@@ -84,10 +86,8 @@ async def run(suite: Suite, course: Course, sim: SimAnswers | None, say: Callabl
         attempts=sum(len(record.attempts) for record in load.records),
         leaks=leaks,
         unrecovered=striker.unrecovered,
-        rows=rows(
-            (Happened(one.name, one.began, one.over or now, one.well, one.streams) for one in striker.struck),
-            [Gap(*record.worst_gap) for record in load.records if record.ask.stream],
-        ),
+        rows=rows(happened, gaps),
+        calm_gap_s=calm_gap(happened, gaps),
         handoffs=handoffs,
         load_average=round(load_average, 2),
     )

@@ -1,7 +1,10 @@
 import json
 
+import pytest
+
 from cli.chaos.checker import Judgement, Verdict
-from cli.chaos.report import Gap, Happened, Report, rows
+from cli.chaos.plan import EFFECTS, FAULTS, Fault
+from cli.chaos.report import Gap, Happened, Report, calm_gap, rows
 
 RIGHT = Judgement(Verdict.RIGHT)
 
@@ -9,7 +12,7 @@ RIGHT = Judgement(Verdict.RIGHT)
 def _report(**changes: object) -> Report:
     given: dict[str, object] = {
         "seed": 1, "seconds": 60.0, "judgements": [RIGHT, RIGHT], "attempts": 2, "leaks": [], "unrecovered": [],
-        "rows": [], "handoffs": {}, "load_average": 0.5,
+        "rows": [], "handoffs": {}, "calm_gap_s": None, "load_average": 0.5,
     } | changes  # fmt: skip
     return Report(**given)  # type: ignore[arg-type]
 
@@ -48,12 +51,27 @@ def test_a_faults_row_has_the_median_and_worst_of_its_times() -> None:
     assert (freeze.recovery_s, freeze.gap_s) == (None, None)
 
 
-def test_the_table_is_the_same_for_people_and_in_markdown() -> None:
-    report = _report(rows=rows([Happened("kill-nats", 1, 1, 1.5, 0)], []))
-    heads, lines = report.table()
-    assert lines == [["kill-nats", "1", "0", "0.50 s", "0.50 s", "-", "-"]]
-    assert report.markdown().splitlines() == [
-        "| " + " | ".join(heads) + " |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        "| kill-nats | 1 | 0 | 0.50 s | 0.50 s | - | - |",
+def test_what_no_fault_reached_is_what_gaps_are_held_against() -> None:
+    happened = [Happened("kill-nats", began=10, over=10, well=12, streams=0)]
+    gaps = [Gap(0, 1), Gap(4, 6), Gap(9, 14), Gap(11, 11.5), Gap(13, 16)]
+    assert calm_gap(happened, gaps) == (2, 3)
+    assert calm_gap(happened, [Gap(9, 14)]) is None
+
+
+def test_the_table_says_what_each_fault_did() -> None:
+    report = _report(rows=rows([Happened("kill-nats", 1, 1, 1.5, 0)], []), calm_gap_s=(0.1, 0.25))
+    _, lines = report.table()
+    assert lines == [
+        ["kill-nats", "1", "0", "0.50 s", "0.50 s", "-", "-"],
+        ["none", "", "", "", "", "0.10 s", "0.25 s"],
     ]
+    assert report.markdown().splitlines()[2:] == [
+        f"| `kill-nats` | {EFFECTS['kill-nats']} | -, - | 0.50 s, 0.50 s | 1 |",
+        "| none |  | 0.10 s, 0.25 s |  |  |",
+    ]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_every_fault_has_a_word_on_what_a_client_sees(fault: Fault) -> None:
+    report = _report(rows=rows([Happened(fault.name, 1, 1, 1.5, 0)], []))
+    assert f"| `{fault.name}` | " in report.markdown()
