@@ -42,6 +42,15 @@ def test_several_workers_of_a_role_are_numbered(tmp_path: Path) -> None:
     assert _names(plan)[3:8] == ["prefill-1", "prefill-2", "decode-1", "decode-2", "decode-3"]
 
 
+def test_a_fleet_is_spread_over_processes_and_all_workers_are_of_one_format(tmp_path: Path) -> None:
+    argv = ["--engine", "sim", "--prefill", "0", "--fleet", "250", "--workers-per-process", "100"]
+    plan = _plan(tmp_path, argv)
+    assert _names(plan)[3:7] == ["decode", "fleet-1", "fleet-2", "fleet-3"]
+    counts = [_env(plan, f"fleet-{number}")["TOKENMILL_FLEET_WORKERS"] for number in (1, 2, 3)]
+    assert counts == ["100", "100", "50"]
+    assert {_env(plan, name)["TOKENMILL_ENGINE_SIM_KV_BYTES_PER_BLOCK"] for name in ("decode", "fleet-1")} == {"0"}
+
+
 def test_external_servers_are_used_and_not_started(tmp_path: Path) -> None:
     plan = _plan(tmp_path, ["--etcd", "10.0.0.1:2379", "--nats", "nats://10.0.0.2:4222"])
     assert plan.servers == ()
