@@ -72,6 +72,8 @@ def main() -> None:
             results[cell] = result
             print(f"{len(results)} of {len(cells)}: {cell}", file=sys.stderr)
     text = "\n".join(tables(results))
+    if options.limit:
+        text = f"Of the first {options.limit:,} requests of each trace.\n\n{text}"
     if not options.write:
         print(text)
         return
