@@ -15,7 +15,6 @@ from controlplane.errors import DeadlineExceeded, NotFound, Unavailable
 from controlplane.host import Host
 from controlplane.instances import Instance, ModelCard, State
 from controlplane.telemetry import get_logger
-from engines.base import Capability
 from kvcache.index import KvIndex
 from kvcache.load import LoadReport
 from services.router.candidates import Candidate
@@ -45,6 +44,8 @@ EXPLAIN_KEY = "tokenmill-explain"
 QUIET_S = 0.5
 """A draining router goes once nobody has asked it for so long: all frontends have turned to another one."""
 CONFIRM_S = 10.0
+KV_EVENTS = "kv_events"
+"""`engines.base.Capability.KV_EVENTS`; the router imports no engine."""
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
@@ -297,7 +298,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             {
                 one.instance_id: one.model.total_blocks
                 for one in instances.values()
-                if one.role and one.model is not None and Capability.KV_EVENTS not in one.model.capabilities
+                if one.role and one.model is not None and KV_EVENTS not in one.model.capabilities
             }
         )
         self._instances = instances
