@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -116,7 +116,21 @@ class Models:
             self._unserved_since.setdefault(name, asyncio.get_running_loop().time())
 
     def _is_served(self, name: str) -> bool:
-        return any(self._is_open(worker.address) for worker in self.workers(name))
+        return any(self._is_open(worker.address) for worker in self._candidates(name))
+
+    def _candidates(self, name: str) -> Iterator[Instance]:
+        """Decode workers that serve what is loaded under this name, as far as is known."""
+        loaded = self._loaded.get(name)
+        for instance in self._discovery.instances.values():
+            card = instance.model
+            if (
+                instance.role == "decode"
+                and card is not None
+                and card.name == name
+                and instance.state in (State.READY, State.SUSPECT)
+                and (loaded is None or _same_prompts(loaded.card, card))
+            ):
+                yield instance
 
     def servable(self) -> list[ServedModel]:
         """Those that can be served now, by name: to one of their workers at least a stream is open."""
@@ -128,16 +142,10 @@ class Models:
         Best are those with an open stream, also when discovery has not heard of them for a while; then ready ones, then
         quiet ones.
         """
-        loaded = self._loaded.get(name)
         found = [
             (instance, instance.state is State.READY, self._is_open(instance.address))
-            for instance in self._discovery.instances.values()
-            if instance.role == "decode"
-            and instance.model is not None
-            and instance.model.name == name
-            and instance.state in (State.READY, State.SUSPECT)
-            and (loaded is None or _same_prompts(loaded.card, instance.model))
-            and usable(instance)
+            for instance in self._candidates(name)
+            if usable(instance)
         ]
         best = max(((is_open, ready) for _, ready, is_open in found), default=None)
         return [instance for instance, ready, is_open in found if (is_open, ready) == best]

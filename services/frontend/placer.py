@@ -65,21 +65,28 @@ class Placer:
 
     async def place(self, answer: Answer, tried: Tried, refusal: TokenmillError | None) -> Placement:
         """Raises what a router refused the answer with, or `refusal`, the last worker's, when nobody else can serve."""
-        model = answer.generation.model.name
+        await self._until_someone_can(answer.generation.model.name, tried, refusal)
+        try:
+            return await self._place(answer, tried)
+        except Unavailable as error:
+            # What the last one tried said is the better answer.
+            raise refusal or error from None
+
+    async def _until_someone_can(self, model: str, tried: Tried, refusal: TokenmillError | None) -> None:
         loop = asyncio.get_running_loop()
         give_up_at = 0.0
-        while not self._models.workers(model, lambda one: not tried.excludes(one.instance_id, self._seen(one))):
+        while not self._someone_can(model, tried):
             if not may_be_replaced(refusal):
                 raise refusal or _nobody(model)
             since = self._models.unserved_since(model)
             give_up_at = give_up_at or (loop.time() if since is None else since) + self._wait_s
             if not await self._models.change(give_up_at - loop.time()):
                 raise refusal or _nobody(model)
-        try:
-            return await self._place(answer, tried)
-        except Unavailable as error:
-            # What the last one tried said is the better answer.
-            raise refusal or error from None
+
+    def _someone_can(self, model: str, tried: Tried) -> bool:
+        if not tried and self._models.unserved_since(model) is None:
+            return True  # what nearly every request finds, without a look at each of a thousand workers
+        return bool(self._models.workers(model, lambda one: not tried.excludes(one.instance_id, self._seen(one))))
 
     async def _place(self, answer: Answer, tried: Tried) -> Placement:
         avoided = self._breakers.avoided(asyncio.get_running_loop().time())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -30,6 +31,7 @@ from tests.integration.frontend.peers import (
     until,
 )
 from tests.integration.frontend.suites import counted
+from tokenmill.common.v1 import common_pb2
 from tokenmill.decode.v1 import decode_pb2
 from tokenmill.prefill.v1 import prefill_pb2_grpc
 from tokenmill.router.v1 import router_pb2
@@ -127,7 +129,6 @@ async def test_an_answer_waits_for_the_successor_of_its_only_worker(
 ) -> None:
     async def send_half(live: Live) -> None:
         live.send("so ")
-        await break_stream(live)
 
     async def send_rest(live: Live) -> None:
         live.send("far")
@@ -135,14 +136,20 @@ async def test_an_answer_waits_for_the_successor_of_its_only_worker(
 
     dying, successor = ScriptedDecode(send_half), ScriptedDecode(send_rest)
     successor.model = dying.model
-    async with AsyncExitStack() as first:
-        await first.enter_async_context(serving(frontend, dying))
-        asking = asyncio.create_task(http.post("/v1/completions", json=asks(dying.model)))
-        await until(lambda: dying.requests)
-    # The same instance, in another life.
-    async with serving(frontend, successor, instance_id=dying.instance_id):
-        done = await asking
-    assert done.json()["choices"][0]["text"] == "so far"
+    text = ""
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(serving(frontend, dying))
+        asked = asks(dying.model, stream=True)
+        response = await stack.enter_async_context(http.stream("POST", "/v1/completions", json=asked))
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                text += "".join(one["text"] for one in json.loads(line.removeprefix("data: "))["choices"])
+            if text == "so " and not successor.address:
+                assert dying.server is not None
+                await dying.server.stop(None)
+                # The same instance, in another life.
+                await stack.enter_async_context(serving(frontend, successor, instance_id=dying.instance_id))
+    assert text == "so far"
     assert list(successor.requests[0].request.prompt_token_ids)[-len(ids("so ")) :] == ids("so ")
 
 
@@ -171,7 +178,9 @@ async def test_a_worker_that_was_stalled_is_used_again_once_its_stream_is_new(
     async def stall_once(live: Live) -> None:
         if len(worker.requests) == 1:
             live.send("so ")
-            live.finish(3, error=Stalled("hangs"))  # never twice on the stream it stalled on
+            live.finish(
+                common_pb2.FINISH_REASON_ERROR, error=Stalled("hangs")
+            )  # never twice on the stream it stalled on
             await break_stream(live)
         else:
             live.send("far")
