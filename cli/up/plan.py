@@ -106,8 +106,8 @@ def make_plan(
             add(role, f"{role}-{number}" if count > 1 else role, _MIDDLE_STAGE, anywhere, {})
     fleet = loaded.get(FleetSettings)
     for number, first in enumerate(range(0, up.fleet, fleet.workers), 1):
-        part = replace(fleet, workers=min(fleet.workers, up.fleet - first))
-        add("fleet", f"fleet-{number}", _MIDDLE_STAGE, anywhere, as_env("fleet", part))
+        part = {"TOKENMILL_FLEET_WORKERS": str(min(fleet.workers, up.fleet - first))}
+        add("fleet", f"fleet-{number}", _MIDDLE_STAGE, anywhere, part)
     frontend_id = add(
         "frontend",
         "frontend",

@@ -43,11 +43,11 @@ def test_several_workers_of_a_role_are_numbered(tmp_path: Path) -> None:
 
 
 def test_a_fleet_is_spread_over_processes_and_all_workers_are_of_one_format(tmp_path: Path) -> None:
-    argv = ["--engine", "sim", "--prefill", "0", "--fleet", "250", "--workers-per-process", "100"]
+    argv = ["--engine", "sim", "--prefill", "0", "--fleet", "500", "--workers-per-process", "200"]
     plan = _plan(tmp_path, argv)
     assert _names(plan)[3:7] == ["decode", "fleet-1", "fleet-2", "fleet-3"]
     counts = [_env(plan, f"fleet-{number}")["TOKENMILL_FLEET_WORKERS"] for number in (1, 2, 3)]
-    assert counts == ["100", "100", "50"]
+    assert counts == ["200", "200", "100"]
     assert {_env(plan, name)["TOKENMILL_ENGINE_SIM_KV_BYTES_PER_BLOCK"] for name in ("decode", "fleet-1")} == {"0"}
 
 
