@@ -12,7 +12,16 @@ import grpc
 import pytest
 
 from controlplane.channels import Channels
-from controlplane.errors import Draining, InvalidRequest, NotFound, Overloaded, TokenmillError, Unavailable, Unsupported
+from controlplane.errors import (
+    Draining,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    Stalled,
+    TokenmillError,
+    Unavailable,
+    Unsupported,
+)
 from controlplane.grpc_errors import ErrorInterceptor, from_rpc_error
 from engines.base import Capability, FinishReason, KvOutcome, PrefillResult, Usage
 from engines.host.convert import handle_to_proto
@@ -301,3 +310,24 @@ async def test_a_worker_that_still_loads_refuses_every_call() -> None:
         assert isinstance(await refusal(call), Unavailable)
     await channels.close()
     await server.stop(0)
+
+
+async def test_a_halted_worker_fails_what_it_has_without_its_engine_and_takes_requests_again_when_told(
+    serve_decode: Callable[..., Awaitable[Worker]],
+) -> None:
+    decode = await serve_decode(ScriptedEngine(silent_aborts=True))
+    async with decode.attached() as frontend:
+        await decode.submit("r1", 1)
+        assert decode.service.busy == 1
+        decode.service.halt("it hangs")
+        await until(lambda: 1 in frontend.finished)
+        assert (frontend.finished[1].error.code, frontend.finished[1].error.message) == ("stalled", "it hangs")
+        assert decode.service.busy == 0
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await decode.submit("r2", 2)
+        assert isinstance(from_rpc_error(refused.value), Stalled)
+        decode.service.go_on()
+        await decode.submit("r3", 3)
+        decode.engine.step({"r1": [1], "r3": [2]})
+        await until(lambda: frontend.tokens.get(3) == [2])
+        assert 1 not in frontend.tokens, "it has ended, whatever its engine still makes of it"
