@@ -48,7 +48,7 @@ def main() -> None:
     """Measures both loads; fails when less than 90 % of the best is left."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0, help="length of each load [default %(default)s]")
-    parser.add_argument("--limit", type=float, default=12.0, help="longest TTFT, s [default %(default)s]")
+    parser.add_argument("--limit", type=float, default=20.0, help="longest TTFT, s [default %(default)s]")
     parser.add_argument("--burst", type=float, default=10.0, help="times the best rate [default %(default)s]")
     parser.add_argument("--output-tokens", type=int, default=64, help="tokens of an answer [default %(default)s]")
     options = parser.parse_args()
