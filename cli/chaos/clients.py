@@ -65,7 +65,8 @@ class Client:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+        # Idle connections are given up before the server does so, which could meet a request on its way.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=1.0)
         self._http = await self._stack.enter_async_context(
             httpx.AsyncClient(base_url=self.frontend.url, timeout=None, limits=limits, trust_env=False)
         )

@@ -29,7 +29,7 @@ class Scenario:
     """Whether workers and routers are reached through links."""
     engine_faults: Mapping[str, str] = field(default_factory=_can_hang)
     """Role -> what its simulated engines can do wrong."""
-    recovery_s: float = 90.0
+    recovery_s: float = 180.0
 
     def can_make(self, fault: Fault) -> bool:
         """Whether its deployment is laid out for this fault."""

@@ -36,6 +36,8 @@ _HOST, _LINK_HOST = "127.0.0.1", "127.0.0.2"
 _ROLES = ("router", "prefill", "decode", "frontend")
 _POLL_S = 0.1
 _ASK_S = 2.0
+"""For an answer from a part that may be unwell."""
+_PATIENT_S = 30.0
 _LONGEST_RESTART_DELAY_S = 2.0
 """Chaos kills what is healthy, again and again: its restarts are not to be put off as those of a part that fails."""
 
@@ -163,7 +165,7 @@ class Suite:
         return [part for part in self.parts if part.role == "frontend"]
 
     async def __aenter__(self) -> Self:
-        self._http = await self._stack.enter_async_context(httpx.AsyncClient(timeout=_ASK_S, trust_env=False))
+        self._http = await self._stack.enter_async_context(httpx.AsyncClient(timeout=_PATIENT_S, trust_env=False))
         for link in self.links.values():
             await link.set(State.OPEN)
             self._stack.push_async_callback(link.close)
@@ -190,7 +192,7 @@ class Suite:
             async with asyncio.timeout(timeout_s):
                 while any(pid and self.supervisor.pid(name) in (0, pid) for name, pid in ended.items()):  # noqa: ASYNC110
                     await asyncio.sleep(_POLL_S)
-                while missing := set(names) & set(await self.missing()):  # noqa: ASYNC110  other processes' doing
+                while missing := await self._missing(names):  # noqa: ASYNC110  other processes' doing
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise DeadlineExceeded(f"after {timeout_s:g} s not at work: {', '.join(sorted(missing))}") from None
@@ -200,18 +202,20 @@ class Suite:
         """Names of all processes."""
         return [*(part.name for part in self.parts), *(server.name for server in self._servers)]
 
-    async def missing(self) -> list[str]:
-        """Who cannot do its work now."""
-        at_work = await asyncio.gather(*map(self._at_work, self.parts))
-        for part, well in zip(self.parts, at_work, strict=True):
+    async def _missing(self, names: Collection[str]) -> list[str]:
+        """Who of them cannot do its work now."""
+        services = [part for part in self.parts if part.name in names]
+        servers = [server for server in self._servers if server.name in names]
+        at_work = await asyncio.gather(
+            *map(self._at_work, services), *(asyncio.to_thread(server.ready) for server in servers)
+        )
+        asked = [*(part.name for part in services), *(server.name for server in servers)]
+        missing = []
+        for name, well in zip(asked, at_work, strict=True):
             if well:
-                self.supervisor.mark_ready(part.name, self.supervisor.pid(part.name))
-        missing = [part.name for part, well in zip(self.parts, at_work, strict=True) if not well]
-        for server in self._servers:
-            if await asyncio.to_thread(server.ready):
-                self.supervisor.mark_ready(server.name, self.supervisor.pid(server.name))
+                self.supervisor.mark_ready(name, self.supervisor.pid(name))
             else:
-                missing.append(server.name)
+                missing.append(name)
         return missing
 
     async def drain(self, name: str) -> None:
@@ -227,7 +231,7 @@ class Suite:
         """Takes a drain back. False: it had nothing to wait for, and the process ends."""
         request = control_pb2.UndrainRequest(instance_id=self._instance_id(name))
         try:
-            await self._control(name).Undrain(request, timeout=_ASK_S)
+            await self._control(name).Undrain(request, timeout=_PATIENT_S)
         except grpc.aio.AioRpcError:
             return False
         return True
@@ -243,9 +247,9 @@ class Suite:
         response = await self._http.get(f"{self.frontends[0].url}/v1/models")
         return str(response.json()["data"][0]["id"])
 
-    async def metrics(self, part: Part) -> Metrics:
+    async def metrics(self, part: Part, timeout_s: float = _PATIENT_S) -> Metrics:
         """Of a service. Raises `httpx.HTTPError` while it does not answer."""
-        response = await self._http.get(f"http://{_HOST}:{part.metrics_port}/metrics")
+        response = await self._http.get(f"http://{_HOST}:{part.metrics_port}/metrics", timeout=timeout_s)
         found: dict[str, float] = {}
         for family in text_string_to_metric_families(response.text):
             for sample in family.samples:
@@ -263,7 +267,7 @@ class Suite:
             )
             if answer.status != health_pb2.HealthCheckResponse.SERVING:
                 return False
-            metrics = await self.metrics(part)
+            metrics = await self.metrics(part, _ASK_S)
         except (grpc.aio.AioRpcError, httpx.HTTPError):
             return False
         return metrics["tokenmill_discovery_stale"] == 0 and metrics["tokenmill_bus_connected"] == 1
