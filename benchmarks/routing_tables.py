@@ -19,7 +19,7 @@ from engines.sim.profile import profile
 from services.router.policies import POLICIES
 from services.router.settings import RouterSettings
 from simulator.measures import Result
-from simulator.replay import Cluster, Limits, replay
+from simulator.replay import PATIENT, Cluster, Limits, replay
 from simulator.trace import read_trace, spread
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "routing.md"
@@ -32,7 +32,6 @@ PROFILE, LIGHT = "h100x2-70b-fp8", "h100-8b"
 SEED = 1
 COLUMNS = (
     "speed", "policy", "TTFT mean, s", "of round robin", "p99, s", "ITL p99, ms", "hit rate", "max/mean", "good",
-    "refused",
 )  # fmt: skip
 
 
@@ -91,7 +90,7 @@ def simulate(cell: Cell, limit: int) -> Result:
     return replay(
         spread(read_trace(cell.path, limit), SEED, cell.speed),
         Cluster(profile=profile(cell.profile), prefill=prefill, decode=decode),
-        RouterSettings(policy=cell.policy),
+        RouterSettings(policy=cell.policy, **PATIENT),
         seed=SEED,
         limits=Limits(),
     )
@@ -127,7 +126,6 @@ def _row(cell: Cell, one: Result, base: Result, peers: Sequence[Result]) -> str:
         f"{one.hit_rate:.1%}",
         f"{one.load_max_over_mean:.2f}",
         f"{one.good_share:.1%}",
-        f"{one.refused:,}",
     )
     return f"| {' | '.join(values)} |"
 

@@ -23,7 +23,7 @@ from services.router.policies import POLICIES, Parameters
 from services.router.settings import RouterSettings
 from simulator.decisions import read_decisions, replay_decisions
 from simulator.measures import Result
-from simulator.replay import Cluster, Limits, replay
+from simulator.replay import PATIENT, Cluster, Limits, replay
 from simulator.report import as_html, as_json
 from simulator.trace import read_trace, spread
 
@@ -43,9 +43,8 @@ _PROGRESS_EACH = 64
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the process's exit code."""
     arguments, rest = _parser().parse_known_args(sys.argv[2:] if argv is None else argv)
-    settings = load({"router": RouterSettings}, rest, os.environ, prog="tokenmill simulate", description="").get(
-        RouterSettings
-    )
+    loaded = load({"router": RouterSettings}, rest, os.environ, prog="tokenmill simulate", description="")
+    settings = loaded.get(RouterSettings)
     if arguments.replay_decisions:
         return _replay_decisions(arguments.replay_decisions, settings.parameters)
     if arguments.trace is None:
@@ -53,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     policies = _policies(arguments.policy)
     cluster = _cluster(arguments)
     limits = Limits(arguments.ttft_limit_ms, arguments.itl_limit_ms)
+    unset = {name: value for name, value in PATIENT.items() if loaded.sources[f"router.{name}"] == "default"}
+    settings = replace(settings, **unset)
     if arguments.speed <= 0:
         raise SettingsError(f"--speed is {arguments.speed:g}; it must be more than 0")
     arrivals = spread(read_trace(arguments.trace, arguments.limit), arguments.seed, arguments.speed)
@@ -84,7 +85,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="tokenmill simulate",
         allow_abbrev=False,
         description="Replays a request trace through the router's own code and simulated workers in virtual time.",
-        epilog="Every setting of the router may be given, too, e.g. --remote-prefill-min-tokens 2048.",
+        epilog="Every setting of the router may be given, too, e.g. --remote-prefill-min-tokens 2048. Unless --queue-* "
+        "flags say otherwise nobody is refused, so that all policies are measured by the same requests.",
     )
     parser.add_argument("trace", type=Path, nargs="?", help="a Mooncake .jsonl or an Azure .csv")
     parser.add_argument("--policy", default=",".join(POLICIES), metavar="A,B", help="policies [default %(default)s]")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from controlplane.errors import SettingsError
 from engines.base import FinishReason, KvOutcome
@@ -26,11 +27,13 @@ from simulator.sequence import TraceSequence
 from simulator.trace import TRACE_BLOCK, Arrival, block_hashes
 from simulator.worker import SimWorker
 
-__all__ = ["Cluster", "Limits", "replay"]
+__all__ = ["PATIENT", "Cluster", "Limits", "replay"]
 
 HOP_S = 0.0005
 """One way between a frontend and a worker."""
 LOAD_REPORT_S = 1.0
+PATIENT: dict[str, Any] = {"queue_max_requests": 1_000_000, "queue_max_tokens": 10**12, "queue_max_wait_s": 1e6}
+"""Settings of a router that refuses nobody: policies can only be compared by the same requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

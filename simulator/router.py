@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from controlplane.errors import Overloaded
+from controlplane.errors import DeadlineExceeded, Overloaded
 from controlplane.instances import Instance, ModelCard, State
 from engines.base import LoadSnapshot
 from engines.sim.profile import Profile
@@ -76,6 +76,7 @@ class VirtualRouter:
             worker_backlog=settings.worker_backlog,
         )
         self._may_wait = settings.queue_max_requests > 0
+        self._max_wait_s = settings.queue_max_wait_s
         self._room: WaitingRoom[_Waiting] = WaitingRoom(settings.queue_max_requests, settings.queue_max_tokens)
         self._news: list[tuple[int, int, bool, Callable[..., None], tuple[Any, ...]]] = []
         """When it comes, its number, whether it may mean room for one that waits, and what to do with it."""
@@ -105,13 +106,20 @@ class VirtualRouter:
                 return
         tokens = self._scheduler.uncached_tokens(request, now)
         waiting = _Waiting(
-            priority=0, tenant="", tokens=tokens, request=request, on_decision=on_decision, on_refusal=on_refusal
+            priority=0,
+            tenant="",
+            tokens=tokens,
+            deadline=now + self._max_wait_s,
+            request=request,
+            on_decision=on_decision,
+            on_refusal=on_refusal,
         )
         try:
             displaced = self._room.enter(waiting, now)
-        except Overloaded:
+        except (Overloaded, DeadlineExceeded):
             on_refusal()
             return
+        self._timeline.after(self._max_wait_s, self._give_up, waiting)
         for one in displaced:
             one.on_refusal()
         self._plan_look()
@@ -180,6 +188,12 @@ class VirtualRouter:
             if not self._timeline.now_ps < self._look_at_ps <= due_ps:
                 self._look_at_ps = due_ps
                 self._timeline.at(due_ps, self._look, None)
+
+    def _give_up(self, waiting: _Waiting) -> None:
+        """It has waited as long as one may."""
+        if waiting in self._room:
+            self._room.leave(waiting, self._timeline.now_s)
+            waiting.on_refusal()
 
     def _look(self, _: None) -> None:
         if self._read():

@@ -12,7 +12,7 @@ from controlplane.errors import SettingsError
 from engines.sim.profile import Profile
 from services.router.settings import RouterSettings
 from simulator.measures import Result
-from simulator.replay import Cluster, Limits, replay
+from simulator.replay import PATIENT, Cluster, Limits, replay
 from simulator.report import as_html, as_json
 from simulator.trace import Arrival, read_trace, spread
 
@@ -34,7 +34,7 @@ def arrivals(tmp_path: Path) -> list[Arrival]:
 
 
 def run(arrivals: list[Arrival], cluster: Cluster, **more: Any) -> Result:
-    return replay(arrivals, cluster, RouterSettings(policy=more.pop("policy", "lmetric")), **more)
+    return replay(arrivals, cluster, RouterSettings(policy=more.pop("policy", "lmetric"), **PATIENT), **more)
 
 
 @pytest.mark.parametrize("cluster", [AGGREGATED, APART, CROWDED, FINE], ids=["agg", "p/d", "crowded", "fine"])
@@ -88,6 +88,16 @@ def test_a_prompt_prefilled_elsewhere_pays_for_its_way() -> None:
     assert [result.remote_prefills for result in results] == [1, 1]
     more_ms = 1024 * 131_072 / 0.1e9 * 1000 - 1024 * 131_072 / 40e9 * 1000
     assert results[1].ttft.mean - results[0].ttft.mean == pytest.approx(more_ms)
+
+
+def test_who_may_not_wait_any_longer_is_refused_and_counted(arrivals: list[Arrival]) -> None:
+    crowd = [replace(one, at_s=one.at_s / 50) for one in arrivals]
+    ended: list[int] = []
+    settings = RouterSettings(queue_max_wait_s=1.0, worker_backlog=0.0)
+    result = replay(crowd, CROWDED, settings, limits=Limits(1e9, 1e9), on_progress=ended.append)
+    assert len(ended) == len(crowd)
+    assert 0 < result.refused < len(crowd)
+    assert result.good_share == pytest.approx(1 - result.refused / len(crowd))
 
 
 def test_goodput_counts_what_kept_both_limits(arrivals: list[Arrival]) -> None:
