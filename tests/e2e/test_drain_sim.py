@@ -22,7 +22,7 @@ from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
 _DEADLINE_S = 60
 """Ten times what is expected."""
-_TOKENS, _LONG_TOKENS = 48, 4000
+_TOKENS, _LONG_TOKENS = 48, 20_000
 _PROMPTS = [f"Chapter {number}. " * 40 for number in range(6)]
 
 
@@ -48,7 +48,7 @@ class Suite:
 @pytest.fixture
 def suite(tokenmill: Tokenmill) -> Iterator[Suite]:
     started = tokenmill.run("up", "-d", "--engine", "sim", "--time-scale", "10", "--port", "0", "--prefill", "2",
-                            "--decode", "2", "--drain-timeout-s", "3")  # fmt: skip
+                            "--decode", "2", "--drain-timeout-s", "1")  # fmt: skip
     assert started.returncode == 0, started.stderr
     yield Suite(started.stdout.strip(), tokenmill)
     stopped = tokenmill.run("down")
