@@ -70,6 +70,16 @@ def test_a_prompt_longer_than_a_step_is_computed_in_chunks() -> None:
     assert scheduler.load().kv_used_blocks == 0
 
 
+def test_prompt_tokens_are_queued_until_they_are_computed_and_answers_never_are() -> None:
+    scheduler = make_scheduler(max_batched_tokens=10)
+    scheduler.add(make_sequence("a", list(range(25)), 3))
+    queued = [scheduler.load().queued_prefill_tokens]
+    for _ in range(4):
+        scheduler.step(0.0)
+        queued.append(scheduler.load().queued_prefill_tokens)
+    assert queued == [25, 15, 5, 0, 0]
+
+
 def test_a_steps_time_is_the_profiles_sum() -> None:
     scheduler = make_scheduler()
     scheduler.add(make_sequence("a", list(range(20)), 2))
