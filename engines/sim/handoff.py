@@ -20,6 +20,9 @@ from transfer import Agent, PeerUnreachable, Read, digest
 __all__ = ["Handoff", "Offer", "Reception"]
 
 
+_LATE_READS_S = 30.0
+
+
 class Offer(msgspec.Struct, frozen=True):
     """What a reader must know of held blocks; travels in `Handle.engine_params`."""
 
@@ -47,6 +50,8 @@ class Handoff:
         self._memory = memory
         self._read_timeout_s = read_timeout_s
         self._metadata = metadata
+        self._deaf: asyncio.TimerHandle | None = None
+        """When the agent no longer listens."""
 
     @classmethod
     async def open(cls, name: str, host: str, memory: KvMemory, read_timeout_s: float) -> Handoff:
@@ -57,6 +62,7 @@ class Handoff:
 
     async def close(self) -> None:
         """Ends all transfers."""
+        self._stop_timer()
         await self._agent.close()
 
     # The holder
@@ -71,8 +77,17 @@ class Handoff:
         self._agent.on_notice(lambda notice: callback(notice.decode()))
 
     def expect_reads(self, expected: bool) -> None:
-        """Whether any handle is out."""
-        self._agent.listen(expected)
+        """Whether any handle is out. Reads that are late all the same come to their end: readers wait for that."""
+        if expected:
+            self._stop_timer()
+            self._agent.listen(True)
+        elif self._deaf is None:
+            self._deaf = asyncio.get_running_loop().call_later(_LATE_READS_S, self._agent.listen, False)
+
+    def _stop_timer(self) -> None:
+        if self._deaf is not None:
+            self._deaf.cancel()
+            self._deaf = None
 
     # The reader
 
