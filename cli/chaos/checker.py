@@ -73,7 +73,8 @@ def judge(ask: Ask, expected: Expected, attempts: Sequence[Seen], disturbed: Col
     """Of a request's attempts, each on one frontend, the last decides; no text of any may be wrong.
 
     `disturbed`: the roles that a fault was at work on in its time. With any, it may be refused in the end; with
-    "frontend", the one that it asked may be gone; with `LEAVING`, only for those who come too late.
+    "frontend", the one that it asked may be gone; with `LEAVING`, only for those who come too late. A hasty one may be
+    told at any time that it would have to wait too long.
     """
     for seen in attempts:
         if why := _text_fault(expected.text, seen.text):
@@ -90,7 +91,7 @@ def judge(ask: Ask, expected: Expected, attempts: Sequence[Seen], disturbed: Col
             return Judgement(Verdict.CANCELLED)
         case End.TIMED_OUT if ask.hasty:
             return Judgement(Verdict.CANCELLED)
-        case End.REFUSED if disturbed:
+        case End.REFUSED if disturbed or ask.hasty:
             return Judgement(Verdict.REFUSED, last.why)
         case End.TIMED_OUT | End.SILENT:
             return Judgement(Verdict.HUNG, last.why or f"no end within {ask.deadline_s:g} s")

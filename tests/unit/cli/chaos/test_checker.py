@@ -81,4 +81,5 @@ def test_a_client_that_went_away_or_wanted_too_much_is_cancelled() -> None:
     assert judge(ASK, RIGHT, [Seen(End.HUNG_UP, " one")], CALM).verdict is Verdict.CANCELLED
     hasty = replace(ASK, hasty=True)
     assert judge(hasty, RIGHT, [Seen(End.TIMED_OUT, " one")], CALM).verdict is Verdict.CANCELLED
+    assert judge(hasty, RIGHT, [Seen(End.REFUSED, why="too long")], CALM).verdict is Verdict.REFUSED
     assert judge(hasty, RIGHT, [Seen(End.SILENT, " one")], CALM).verdict is Verdict.HUNG
