@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,6 +77,7 @@ def lay_out(
     `engine_faults`: role -> what its simulated engines can do wrong. Also the services among them, and link name ->
     the port it listens at: "etcd of decode-1".
     """
+    fresh = _fresh_ports({server.port for server in plan.servers})
     children, parts, links = [], [], dict[str, int]()
     for spec in plan.children:
         role = spec.name.split("-")[0]
@@ -86,7 +87,7 @@ def lay_out(
         count = counts.get(role, 1)
         for number in range(1, count + 1):
             name = f"{spec.name}-{number}" if count > 1 else spec.name
-            part = Part(name, role, free_port(), free_port(), free_port() if role == "frontend" else 0)
+            part = Part(name, role, next(fresh), next(fresh), next(fresh) if role == "frontend" else 0)
             own = {
                 MARK: mark,
                 "TOKENMILL_INSTANCE_ID": f"{name}-{mark}",
@@ -101,13 +102,21 @@ def lay_out(
                 ("etcd", "TOKENMILL_ETCD", "{}:{}"),
                 ("nats", "TOKENMILL_NATS", "nats://{}:{}"),
             ):
-                port = links[f"{server} of {name}"] = free_port()
+                port = links[f"{server} of {name}"] = next(fresh)
                 own[variable] = address.format(_LINK_HOST, port)
             parts.append(part)
             children.append(
                 replace(spec, name=name, instance_id=own["TOKENMILL_INSTANCE_ID"], env={**(spec.env or {}), **own})
             )
     return children, parts, links
+
+
+def _fresh_ports(taken: set[int]) -> Iterator[int]:
+    while True:
+        port = free_port()
+        if port not in taken:
+            taken.add(port)
+            yield port
 
 
 class Suite:
