@@ -24,7 +24,7 @@ from cli.sections import ALL_SECTIONS
 from cli.tables import print_table
 from cli.up.plan import make_plan
 from controlplane.deployment import RunFolder
-from controlplane.errors import SettingsError
+from controlplane.errors import SettingsError, Unsupported
 from controlplane.settings import CommonSettings, Loaded, load
 from controlplane.telemetry import configure_logging
 from engines.models import DEMO, resolve_model
@@ -58,6 +58,8 @@ _AFTER_LEASES_S = 10.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the process's exit code."""
     arguments, settings = _parser().parse_known_args(sys.argv[2:] if argv is None else argv)
+    if sys.platform != "linux":
+        raise Unsupported("tokenmill chaos needs Linux: it sets limits of running processes and uses 127.0.0.2")
     scenario = SCENARIOS[arguments.scenario]
     real = scenario is SCENARIOS["real-model"]
     defaults = (*_DEFAULTS, *(_VLLM_DEFAULTS if real else _SIM_DEFAULTS))
