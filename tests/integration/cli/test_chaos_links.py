@@ -27,10 +27,8 @@ async def link() -> AsyncIterator[Link]:
         writer.close()
 
     server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    link = Link(("127.0.0.2", free_port()), server.sockets[0].getsockname())
-    await link.set(State.OPEN)
-    yield link
-    await link.close()
+    async with Link(("127.0.0.2", free_port()), server.sockets[0].getsockname()) as link:
+        yield link
     server.close()
 
 
@@ -47,25 +45,24 @@ async def _echoed(streams: Streams, data: bytes) -> bytes:
 
 @pytest.mark.parametrize("state", [State.OPEN, State.DELAYED, State.SLOW])
 async def test_what_a_link_carries_arrives_whole(link: Link, state: State) -> None:
-    await link.set(state)
-    streams = await _connect(link)
-    data = bytes(range(256)) * 64
-    assert await _echoed(streams, data) == data
-    streams[1].write_eof()
-    async with asyncio.timeout(_LONG_S):
-        assert await streams[0].read() == b""
+    async with link.spoilt(state):
+        streams = await _connect(link)
+        data = bytes(range(256)) * 64
+        assert await _echoed(streams, data) == data
+        streams[1].write_eof()
+        async with asyncio.timeout(_LONG_S):
+            assert await streams[0].read() == b""
 
 
 async def test_a_mute_link_accepts_and_says_nothing_until_it_is_open_again(link: Link) -> None:
     before = await _connect(link)
     assert await _echoed(before, b"hello") == b"hello"
-    await link.set(State.MUTE)
-    during = await _connect(link)
-    for streams in (before, during):
-        streams[1].write(b"hello")
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(streams[0].read(1), _WELL_S)
-    await link.set(State.OPEN)
+    async with link.spoilt(State.MUTE):
+        during = await _connect(link)
+        for streams in (before, during):
+            streams[1].write(b"hello")
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(streams[0].read(1), _WELL_S)
     for streams in (before, during):
         async with asyncio.timeout(_LONG_S):
             assert await streams[0].readexactly(5) == b"hello"
@@ -74,13 +71,28 @@ async def test_a_mute_link_accepts_and_says_nothing_until_it_is_open_again(link:
 async def test_a_shut_link_resets_its_connections_and_refuses_new_ones(link: Link) -> None:
     streams = await _connect(link)
     assert await _echoed(streams, b"hello") == b"hello"
-    await link.set(State.SHUT)
-    with pytest.raises(ConnectionError):
-        await _echoed(streams, b"hello")
-    with pytest.raises(ConnectionRefusedError):
-        await _connect(link)
-    await link.set(State.OPEN)
+    async with link.spoilt(State.SHUT):
+        with pytest.raises(ConnectionError):
+            await _echoed(streams, b"hello")
+        with pytest.raises(ConnectionRefusedError):
+            await _connect(link)
     assert await _echoed(await _connect(link), b"again") == b"again"
+
+
+async def test_of_two_faults_the_worse_one_lasts_as_long_as_it_should(link: Link) -> None:
+    async with link.spoilt(State.SHUT):
+        async with link.spoilt(State.MUTE):
+            with pytest.raises(ConnectionRefusedError):
+                await _connect(link)
+        with pytest.raises(ConnectionRefusedError):
+            await _connect(link)
+    await asyncio.gather(*(_spoil_for_a_moment(link) for _ in range(20)))
+    assert await _echoed(await _connect(link), b"again") == b"again"
+
+
+async def _spoil_for_a_moment(link: Link) -> None:
+    async with link.spoilt(State.SHUT):
+        await asyncio.sleep(0)
 
 
 async def test_a_reset_breaks_open_connections_and_lets_new_ones_come(link: Link) -> None:
@@ -93,10 +105,6 @@ async def test_a_reset_breaks_open_connections_and_lets_new_ones_come(link: Link
 
 
 async def test_a_server_that_is_gone_shows_as_a_reset() -> None:
-    link = Link(("127.0.0.2", free_port()), ("127.0.0.1", free_port()))
-    await link.set(State.OPEN)
-    try:
+    async with Link(("127.0.0.2", free_port()), ("127.0.0.1", free_port())) as link:
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
             await _echoed(await _connect(link), b"hello")
-    finally:
-        await link.close()

@@ -104,15 +104,6 @@ async def test_nobody_listening_is_unavailable() -> None:
     await channels.close()
 
 
-async def test_a_dropped_address_gets_a_new_channel() -> None:
-    channels = Channels()
-    first = channels.get("127.0.0.1:1")
-    assert channels.get("127.0.0.1:1") is first
-    await channels.drop("127.0.0.1:1")
-    assert channels.get("127.0.0.1:1") is not first
-    await channels.close()
-
-
 def test_an_error_survives_the_trip_through_a_stream_message() -> None:
     error = from_proto(to_proto(Overloaded("full", param="n", retry_after_s=0.25)))
     assert (type(error), error.message, error.param, error.retry_after_s) == (Overloaded, "full", "n", 0.25)

@@ -344,7 +344,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(strict_frontend: Fron
         writer.write(head + b"{")
         answer = await reader.read(-1)
     assert answer.startswith(b"HTTP/1.1 408")
-    assert b"did not come within 0.5 s" in answer
+    assert b"the request body did not come within 0.5" in answer  # and what a busy machine adds
 
 
 async def test_a_drain_serves_who_still_comes_sends_them_elsewhere_and_then_the_process_ends(
