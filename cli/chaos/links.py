@@ -6,7 +6,11 @@ import asyncio
 import contextlib
 import socket
 import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from enum import Enum
+from types import TracebackType
+from typing import Self
 
 __all__ = ["Address", "Link", "State"]
 
@@ -20,7 +24,7 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class State(Enum):
-    """What the link does."""
+    """What the link does. Of several faults at once the last of these wins."""
 
     OPEN = "carries"
     DELAYED = "carries, each piece 0.1 s late"
@@ -29,41 +33,65 @@ class State(Enum):
     SHUT = "nobody listens; open connections are reset"
 
 
+_ORDER = list(State)
+
+
 class Link:
-    """Carries bytes from where it listens to a server. Connections live as long as both ends want, or until a reset."""
+    """Carries bytes from where it listens to a server. Connections live as long as both ends want, or until a reset.
+
+    An async context manager; inside it the link is there.
+    """
 
     def __init__(self, listen: Address, server: Address) -> None:
         self.listens_at = listen
         self._server = server
+        self._faults: list[State] = []
         self._state = State.OPEN
+        self._changing = asyncio.Lock()
         self._changed = asyncio.Event()
         self._listener: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
         self._carriers: set[asyncio.Task[None]] = set()
 
-    async def set(self, state: State) -> None:
-        """Changes what it does, for open connections too."""
-        self._state = state
-        self._changed.set()
-        self._changed = asyncio.Event()
-        if state is State.SHUT:
-            await self._stop_listening()
-            self.reset()
-        elif self._listener is None:
-            self._listener = await asyncio.start_server(self._accept, *self.listens_at)
+    async def __aenter__(self) -> Self:
+        await self._apply()
+        return self
 
-    def reset(self) -> None:
-        """Breaks every open connection, as a lost machine's successor does."""
-        for writer in list(self._open):
-            _break(writer)
-
-    async def close(self) -> None:
-        """Ends it for good."""
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self._stop_listening()
         self.reset()
         for carrier in list(self._carriers):
             carrier.cancel()
         await asyncio.gather(*self._carriers, return_exceptions=True)
+
+    @asynccontextmanager
+    async def spoilt(self, state: State) -> AsyncIterator[None]:
+        """Changes what it does, for open connections too."""
+        self._faults.append(state)
+        await self._apply()
+        try:
+            yield
+        finally:
+            self._faults.remove(state)
+            await self._apply()
+
+    async def _apply(self) -> None:
+        async with self._changing:
+            self._state = max([State.OPEN, *self._faults], key=_ORDER.index)
+            self._changed.set()
+            self._changed = asyncio.Event()
+            if self._state is State.SHUT:
+                await self._stop_listening()
+                self.reset()
+            elif self._listener is None:
+                self._listener = await asyncio.start_server(self._accept, *self.listens_at)
+
+    def reset(self) -> None:
+        """Breaks every open connection, as a lost machine's successor does."""
+        for writer in list(self._open):
+            _break(writer)
 
     async def _stop_listening(self) -> None:
         if self._listener is not None:

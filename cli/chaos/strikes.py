@@ -10,7 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from cli.chaos.checker import LEAVING
@@ -155,14 +155,10 @@ class Striker:
                     link.reset()
                 yield
             case _:
-                links = self._links(action, part)
-                try:
-                    for link in links:
-                        await link.set(_LINK_STATES[action])
+                async with AsyncExitStack() as spoilt:
+                    for link in self._links(action, part):
+                        await spoilt.enter_async_context(link.spoilt(_LINK_STATES[action]))
                     yield
-                finally:
-                    for link in links:
-                        await link.set(State.OPEN)
 
     def _links(self, action: str, part: str) -> list[Link]:
         """Those that lead to a part; of one cut off, those that it itself uses."""

@@ -16,7 +16,7 @@ import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from cli.chaos.links import Link, State
+from cli.chaos.links import Link
 from cli.up.plan import Plan
 from controlplane.child_process import ChildSpec
 from controlplane.embedded import free_port
@@ -176,8 +176,7 @@ class Suite:
     async def __aenter__(self) -> Self:
         self._http = await self._stack.enter_async_context(httpx.AsyncClient(timeout=_PATIENT_S, trust_env=False))
         for link in self.links.values():
-            await link.set(State.OPEN)
-            self._stack.push_async_callback(link.close)
+            await self._stack.enter_async_context(link)
         for part in self.parts:
             channel = grpc.aio.insecure_channel(part.address, _RECONNECT)
             self._channels[part.name] = await self._stack.enter_async_context(channel)
