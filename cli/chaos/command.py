@@ -109,6 +109,7 @@ def _course(arguments: argparse.Namespace, scenario: Scenario, loaded: Loaded, p
         faults=faults,
         strikes=arguments.strikes,
         spacing_s=scenario.spacing_s,
+        apart=arguments.apart,
         most_lease_s=leases_s + _AFTER_LEASES_S,
         recovery_s=scenario.recovery_s,
     )
@@ -154,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scenario", choices=SCENARIOS, default="mixed", help="[default %(default)s]")
     parser.add_argument("--faults", metavar="LIST", help="names or patterns, comma separated; see below")
     parser.add_argument("--lasts", type=float, metavar="SECONDS", help="how long each fault that lasts is to last")
+    parser.add_argument("--apart", action="store_true", help="no fault while another lasts: for figures of each")
     parser.add_argument("--strikes", type=int, default=4, metavar="N", help="faults in a round [default %(default)s]")
     parser.add_argument("--rate", type=float, metavar="N", help="requests a second")
     parser.add_argument("--routers", type=int, default=2, metavar="N", help="[default %(default)s]")

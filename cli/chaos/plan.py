@@ -133,12 +133,12 @@ def dealt(choose: random.Random, faults: Sequence[Fault]) -> Iterator[Fault]:
 
 
 def plan_round(
-    choose: random.Random, faults: Iterator[Fault], parts: Parts, *, strikes: int, spacing_s: float
+    choose: random.Random, faults: Iterator[Fault], parts: Parts, *, strikes: int, spacing_s: float, apart: bool = False
 ) -> list[Strike]:
     """Strikes in the order of their times, about `spacing_s` apart, some while the one before lasts.
 
     No part is struck twice at once. Of each role that has two or more parts, one at least is well at any time, with
-    time to recover in between.
+    time to recover in between. `apart`: each is over, and `spacing_s` more, before the next.
     """
     planned: list[Strike] = []
     at_s = choose.uniform(0.5, 1.5)
@@ -151,5 +151,5 @@ def plan_round(
         if len(parts[fault.role]) > 1 and others:
             at_s = max(at_s, max(one.until_s for one in others) + spacing_s)
         planned.append(Strike(fault, part, round(at_s, 3), round(lasts_s, 3)))
-        at_s += choose.choice((0.3, 1.0, 1.7)) * spacing_s
+        at_s = planned[-1].until_s + spacing_s if apart else at_s + choose.choice((0.3, 1.0, 1.7)) * spacing_s
     return planned

@@ -46,6 +46,8 @@ class Course:
     strikes: int
     """In a round."""
     spacing_s: float
+    apart: bool
+    """Each fault is over before the next, so that what clients met is told of the right one."""
     most_lease_s: float
     """Longest that anything may be held for somebody who never comes."""
     recovery_s: float
@@ -115,7 +117,7 @@ async def _rounds(suite: Suite, course: Course, load: Load, striker: Striker, sa
     while time.monotonic() < ends:
         number += 1
         planned = plan_round(
-            choose, faults, suite.roles, strikes=course.strikes, spacing_s=course.spacing_s
+            choose, faults, suite.roles, strikes=course.strikes, spacing_s=course.spacing_s, apart=course.apart
         )  # fmt: skip
         async with load.running():
             async with asyncio.TaskGroup() as tasks:

@@ -57,6 +57,12 @@ def test_faults_overlap_sometimes() -> None:
     assert any(after.after_s < before.until_s for before, after in pairwise(planned))
 
 
+def test_faults_that_are_to_be_apart_never_overlap() -> None:
+    choose = random.Random(1)
+    planned = plan_round(choose, dealt(choose, FAULTS), PARTS, strikes=60, spacing_s=3, apart=True)
+    assert all(after.after_s >= before.until_s + 3 - 1e-3 for before, after in pairwise(planned))
+
+
 def test_faults_are_chosen_by_name_and_pattern() -> None:
     assert [fault.name for fault in chosen("kill-decode", PARTS)] == ["kill-decode"]
     assert {fault.action for fault in chosen("kill-*, freeze-nats", PARTS)} == {"kill", "freeze"}
