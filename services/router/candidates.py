@@ -95,6 +95,12 @@ class Candidate:
         return self.candidates.needed[self.at]
 
     @property
+    def used_after(self) -> float:
+        """Part of its KV blocks in use once it has the request; 0: it does not say how many there are."""
+        total = self.worker.total_blocks
+        return (self.candidates.kv_blocks[self.at] + self.needed_blocks) / total if total else 0.0
+
+    @property
     def load(self) -> Load:
         """What it had on its hands."""
         every, at = self.candidates, self.at

@@ -352,6 +352,9 @@ def test_ttft_prefills_remotely_only_where_that_is_predicted_to_be_faster() -> N
     decision = router.schedule()
     assert names_of(decision) == (None, "d1")
     assert "by remote prefill, as predicted" in decision.why
+    router.load("d1", blocks=400)
+    router.load("p1", requests=8, tokens=9000)
+    assert names_of(router.schedule()) == ("p1", "d1"), "a decode worker whose memory fills has better things to do"
 
 
 def test_ttft_takes_the_faster_of_two_equally_busy_workers() -> None:
