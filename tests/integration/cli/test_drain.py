@@ -20,7 +20,7 @@ Captured = pytest.CaptureFixture[str]
 @pytest.fixture
 async def gone(etcd: str, deployment: str) -> AsyncIterator[Instance]:
     """An instance whose record is there and whose process is not."""
-    discovery = await Discovery.connect(etcd, deployment, CollectorRegistry(), timeout_s=10)
+    discovery = await Discovery.connect(etcd, deployment, CollectorRegistry(), timeout_s=60)
     address = f"127.0.0.1:{free_port()}"
     instance = Instance("decode", "decode-1", State.READY, time.time_ns(), address, pid=1, host="here", version="0")
     await discovery.register(instance)

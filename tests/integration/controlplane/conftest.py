@@ -13,7 +13,7 @@ Until = Callable[..., Awaitable[float]]
 def until() -> Until:
     """`await until(condition, timeout_s)` waits for it to hold and returns the seconds that took."""
 
-    async def wait(condition: Callable[[], object], timeout_s: float = 10.0) -> float:
+    async def wait(condition: Callable[[], object], timeout_s: float = 60.0) -> float:
         started = time.monotonic()
         async with asyncio.timeout(timeout_s):
             while not condition():  # noqa: ASYNC110  the condition has no event

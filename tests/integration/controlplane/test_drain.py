@@ -128,7 +128,7 @@ async def published(router: SlowRouter, instance_id: str, etcd: str, deployment:
     router_pb2_grpc.add_RouterServicer_to_server(router, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    discovery = await Discovery.connect(etcd, deployment, CollectorRegistry(), timeout_s=10)
+    discovery = await Discovery.connect(etcd, deployment, CollectorRegistry(), timeout_s=60)
     address = f"127.0.0.1:{port}"
     await discovery.register(
         Instance("router", instance_id, State.READY, time.time_ns(), address, pid=1, host="test", version="0")

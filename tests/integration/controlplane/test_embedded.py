@@ -52,7 +52,7 @@ def test_it_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     server = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
     parent.communicate()
-    psutil.wait_procs([server], timeout=10)
+    psutil.wait_procs([server], timeout=60)
     assert not server.is_running()
 
 

@@ -54,7 +54,7 @@ class Running:
 
 @asynccontextmanager
 async def running(mode: str, etcd: str, nats: str, deployment: str, *flags: str) -> AsyncIterator[Running]:
-    discovery = await Discovery.connect(etcd, deployment, CollectorRegistry(), timeout_s=10)
+    discovery = await Discovery.connect(etcd, deployment, CollectorRegistry(), timeout_s=60)
     where = ("--etcd", etcd, "--nats", nats, "--deployment", deployment, "--instance-id", "stub-1")
     process = await asyncio.create_subprocess_exec(
         sys.executable, str(STUB), mode, *where, *flags, stdout=subprocess.PIPE
@@ -201,7 +201,7 @@ async def test_a_healthy_service_that_stood_still_for_a_while_is_ready_again(
     async with running("well", etcd, nats, deployment) as stub:
         await until(lambda: stub.is_in(State.READY), STARTS_S)
         stub.process.send_signal(signal.SIGSTOP)
-        await until(lambda: stub.is_in(State.SUSPECT), 20)
+        await until(lambda: stub.is_in(State.SUSPECT), 60)
         stub.process.send_signal(signal.SIGCONT)
-        await until(lambda: stub.is_in(State.READY), 20)
+        await until(lambda: stub.is_in(State.READY), 60)
         assert stub.process.returncode is None

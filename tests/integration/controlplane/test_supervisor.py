@@ -48,7 +48,7 @@ async def _ready(supervisor: Supervisor, instance_id: str) -> int:
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110  another process makes it true
             await asyncio.sleep(0.01)
 
@@ -91,7 +91,7 @@ async def test_a_killed_child_is_restarted_and_the_reason_told(tmp_path: Path) -
 async def test_a_child_that_cannot_start_is_given_up_with_the_end_of_its_log(tmp_path: Path) -> None:
     child = _python("worker", "print('no such model: ./nowhere'); raise SystemExit(1)")
     with pytest.raises(ChildFailed, match=r"(?s)worker cannot start.*exit code 1.*no such model: ./nowhere"):
-        async with asyncio.timeout(20), _supervisor(tmp_path, child):
+        async with asyncio.timeout(60), _supervisor(tmp_path, child):
             await asyncio.Event().wait()
     assert (tmp_path / "worker.log").read_text().count("no such model") == 3
 
@@ -118,7 +118,7 @@ async def test_a_child_restarts_in_place_under_its_own_name(tmp_path: Path) -> N
     up = tmp_path / "up"
     code = f"open({str(up)!r}, 'a').write('x'); {_SLEEP}"
     spec = ChildSpec("server", (sys.executable, "-IS", "-c", code), answers=up.exists)
-    async with _supervisor(tmp_path, spec) as supervisor, asyncio.timeout(20):
+    async with _supervisor(tmp_path, spec) as supervisor, asyncio.timeout(60):
         await supervisor.until_ready("server")
         first = supervisor.pid("server")
         child = await supervisor.restart("server", successor_first=True)  # it is no service, and has no successor
@@ -183,7 +183,7 @@ while True:
         spec = ChildSpec("a", (sys.executable, "-IS", "-c", program), sockets=(listening.fileno(),))
 
         async def asked() -> int:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 reader, writer = await asyncio.open_connection(*listening.getsockname())
                 answer = int(await reader.read())
                 writer.close()

@@ -20,7 +20,7 @@ def frontend(etcd: str, nats: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 async def http(frontend: Frontend) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=frontend.url, timeout=20) as client:
+    async with httpx.AsyncClient(base_url=frontend.url, timeout=60) as client:
         yield client
 
 

@@ -45,7 +45,7 @@ def ids(text: str) -> list[int]:
     return list(TOKENIZER.encode(text, add_special_tokens=False))
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
     """Waits for something that no event announces."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
@@ -82,7 +82,7 @@ def running_frontend(
         process = subprocess.Popen(command, stderr=output)
         frontend = Frontend(process, http_port, grpc_port, etcd, deployment, tls is not None)
         try:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             while True:
                 try:
                     httpx.get(f"{frontend.url}/health", verify=tls or True).raise_for_status()
@@ -224,7 +224,7 @@ async def published(
     add(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    discovery = await Discovery.connect(frontend.etcd, frontend.deployment, CollectorRegistry(), timeout_s=10)
+    discovery = await Discovery.connect(frontend.etcd, frontend.deployment, CollectorRegistry(), timeout_s=60)
     instance = Instance(
         service=service, instance_id=instance_id or f"{service}-{uuid.uuid4().hex[:8]}", state=State.READY,
         epoch=time.time_ns(), address=f"127.0.0.1:{port}", pid=0, host="here", version="0",
@@ -251,7 +251,7 @@ async def serving(
     model = card_of(worker.model, **card)
     async with published(frontend, "decode", add, model, instance_id) as (instance, server, _):
         worker.address, worker.instance_id, worker.server = instance.address, instance.instance_id, server
-        async with httpx.AsyncClient() as client, asyncio.timeout(10):
+        async with httpx.AsyncClient(timeout=60) as client, asyncio.timeout(60):
             while (await client.get(f"{frontend.url}/v1/models/{worker.model}")).status_code != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         yield worker

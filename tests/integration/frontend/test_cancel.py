@@ -73,7 +73,7 @@ async def counted(frontend: Frontend, **stages: int) -> AsyncIterator[None]:
     before = await cancelled(frontend)
     yield
     with suppress(TimeoutError):  # the comparison below says more
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await cancelled(frontend) - before).total() < sum(stages.values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     assert await cancelled(frontend) - before == Counter(stages)
@@ -158,7 +158,7 @@ async def test_queued_at_the_router(patient: Frontend, kind: str) -> None:
 async def until_routed(frontend: Frontend, router: ScriptedRouter, worker: ScriptedDecode) -> None:
     """Until the frontend has seen the router: it is asked."""
     router.targets = [worker]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not router.asked:
             async with asking(frontend, "stream", worker.model, max_tokens=1) as client:
                 asked = len(worker.requests)
@@ -183,7 +183,7 @@ async def test_before_decode_knows_of_it(patient: Frontend, kind: str, stage: st
         router.targets = [waiting]  # type: ignore[list-item]
         router.prefill = target if stage == "prefilled" else None
         async with counted(patient, **{stage: 1}), asking(patient, kind, worker.model) as client:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await waiting.asked.wait()
             client.go()
         if stage == "prefilled":
@@ -218,7 +218,7 @@ async def test_decoding(patient: Frontend, kind: str, n: int) -> None:
         more = {"n": n} if n > 1 else {}
         async with counted(patient, decoding=n), asking(patient, kind, worker.model, **more) as client:
             await until(lambda: len(worker.requests) == n)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 for _ in range(n):
                     await client.read()
             client.go()
@@ -326,7 +326,7 @@ def suite(etcd: str, nats: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 async def served(frontend: Frontend) -> Suite:
     """The suite, once its workers are ready and the frontend serves their model."""
-    discovery = await Discovery.connect(frontend.etcd, frontend.deployment, CollectorRegistry(), timeout_s=10)
+    discovery = await Discovery.connect(frontend.etcd, frontend.deployment, CollectorRegistry(), timeout_s=60)
     workers: dict[str, Instance] = {}
     async with asyncio.timeout(60), httpx.AsyncClient(base_url=frontend.url) as http:
         while len(workers) < 2:

@@ -24,7 +24,7 @@ async def test_without_file_descriptors_open_connections_are_served_and_new_ones
         pid = frontend.process.pid
         async with (
             serving(frontend, ScriptedDecode(answer)) as worker,
-            httpx.AsyncClient(base_url=frontend.url) as http,
+            httpx.AsyncClient(base_url=frontend.url, timeout=60) as http,
         ):
             body = {"model": worker.model, "prompt": "x"}
             assert (await http.post("/v1/completions", json=body)).status_code == 200
@@ -57,7 +57,7 @@ async def test_a_full_disk_under_its_log_fails_no_request(etcd: str, nats: str) 
     with running_frontend(etcd, nats, Path("/dev/full")) as frontend:
         async with (
             serving(frontend, ScriptedDecode(answer)) as worker,
-            httpx.AsyncClient(base_url=frontend.url) as http,
+            httpx.AsyncClient(base_url=frontend.url, timeout=60) as http,
         ):
             for body, status in (
                 ({"model": worker.model, "prompt": "x"}, 200),

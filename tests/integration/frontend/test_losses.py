@@ -13,7 +13,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from controlplane.errors import EngineFailed, Overloaded, Stalled
+from controlplane.errors import EngineFailed, Overloaded, Stalled, Unavailable
 from tests.integration.frontend.peers import (
     Context,
     Frontend,
@@ -196,10 +196,8 @@ async def test_an_answer_half_done_is_offered_again_where_there_was_no_room_for_
     frontend: Frontend, router: ScriptedRouter, http: httpx.AsyncClient
 ) -> None:
     async def send_half(live: Live) -> None:
-        if len(dying.requests) > 1:  # back with a new stream before the other had room: as good as any
-            await send_rest(live)
-            return
         live.send("so ")
+        dying.attach_refusal = Unavailable("does not come back")  # or it would be as good as any
         full.refusal = Overloaded("full", retry_after_s=0.1)
         await break_stream(live)
 

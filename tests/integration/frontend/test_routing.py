@@ -134,7 +134,7 @@ async def test_what_the_client_says_of_its_turn_and_its_place_reaches_the_router
             stub = inference_pb2_grpc.InferenceStub(channel)
             request = inference_pb2.GenerateRequest(model=worker.model, prompt="the one and the other")
             request.sampling.max_tokens = 5
-            async for _ in stub.Generate(request, timeout=20, metadata=tuple(said.items())):
+            async for _ in stub.Generate(request, timeout=60, metadata=tuple(said.items())):
                 pass
     assert len(router.asked) == 2
     session = Routing(tenant="team-a", session="chat-1").session_id

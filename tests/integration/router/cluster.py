@@ -42,7 +42,7 @@ CARD = ModelCard(
 
 
 async def until(
-    condition: Callable[[], Awaitable[bool]] | Callable[[], bool], what: str, within_s: float = 10.0
+    condition: Callable[[], Awaitable[bool]] | Callable[[], bool], what: str, within_s: float = 60.0
 ) -> None:
     """Waits for a condition; fails with `what` did not come true."""
     deadline = time.monotonic() + within_s
@@ -122,7 +122,7 @@ class Cluster:
         """A worker for as long as the context lasts; its end is a farewell."""
         async with AsyncExitStack() as stack:
             registry = CollectorRegistry()
-            discovery = await Discovery.connect(self.etcd, self.deployment, registry, timeout_s=10)
+            discovery = await Discovery.connect(self.etcd, self.deployment, registry, timeout_s=60)
             stack.push_async_callback(discovery.close)
             bus = await Bus.connect(self.nats, registry)
             stack.push_async_callback(bus.close)
@@ -188,15 +188,15 @@ class RouterProcess:
             excluded_instances=excluded,
         )
         metadata = (("tokenmill-explain", "1"),) if explain else ()
-        return await self.stub.Schedule(request, timeout=5, metadata=metadata)
+        return await self.stub.Schedule(request, timeout=30, metadata=metadata)
 
     async def index(self) -> dict[str, router_pb2.WorkerBlocks]:
-        call = self.stub.GetIndex(router_pb2.GetIndexRequest(), timeout=5)
+        call = self.stub.GetIndex(router_pb2.GetIndexRequest(), timeout=30)
         return {one.instance_id: one async for one in call}
 
     async def metric(self, name: str) -> float:
         """Its present value."""
-        with await asyncio.to_thread(urlopen, f"http://{self.metrics}/metrics", timeout=10) as page:
+        with await asyncio.to_thread(urlopen, f"http://{self.metrics}/metrics", timeout=30) as page:
             lines = page.read().decode().splitlines()
         return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
 

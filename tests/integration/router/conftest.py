@@ -43,14 +43,14 @@ async def start_router(stack: AsyncExitStack, tmp_path: Path) -> StartRouter:
             )  # fmt: skip
         stack.push_async_callback(_stop, process)
         registry = CollectorRegistry()
-        discovery = await Discovery.connect(cluster.etcd, cluster.deployment, registry, timeout_s=10)
+        discovery = await Discovery.connect(cluster.etcd, cluster.deployment, registry, timeout_s=60)
         try:
 
             def ready() -> bool:
                 instance = discovery.instances.get(instance_id)
                 return instance is not None and instance.pid == process.pid and instance.state is State.READY
 
-            await until(ready, "the router is ready", within_s=20)
+            await until(ready, "the router is ready", within_s=120)
             router = discovery.instances[instance_id]
         finally:
             await discovery.close()
@@ -65,7 +65,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         process.send_signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await process.wait()
         except TimeoutError:
             process.kill()

@@ -41,7 +41,7 @@ async def test_a_decision_and_what_came_of_it_can_be_asked_for_later_and_is_logg
     await until(lambda: router.agrees_with(cluster), "the index has the events")
     assert (await router.schedule(hashes, request_id="r-1", tokens=515)).decode.instance_id == "d-1"
 
-    explained = await router.stub.Explain(router_pb2.ExplainRequest(request_id="r-1"), timeout=5)
+    explained = await router.stub.Explain(router_pb2.ExplainRequest(request_id="r-1"), timeout=60)
     (comparison,) = explained.comparisons
     assert (explained.decode, comparison.job, comparison.best) == ("d-1", "whole", "d-1")
     assert {one.instance_id: one.terms["held_blocks"] for one in comparison.candidates} == {"d-1": 20, "d-2": 0}
@@ -53,7 +53,7 @@ async def test_a_decision_and_what_came_of_it_can_be_asked_for_later_and_is_logg
         router_pb2.Outcome(request_id="r-1", first_token=router_pb2.FirstToken(ttft_ms=120)),
         router_pb2.Outcome(request_id="r-1", freed=router_pb2.Freed(cached_tokens=304, completion_tokens=7)),
     ]
-    await router.stub.Report(router_pb2.ReportRequest(outcomes=outcomes), timeout=5)
+    await router.stub.Report(router_pb2.ReportRequest(outcomes=outcomes), timeout=60)
     where = ("--etcd", cluster.etcd, "--deployment", cluster.deployment)
     code, output, _ = await tokenmill("router", "explain", "r-1", "--json", *where)
     told = json.loads(output)
@@ -78,7 +78,7 @@ async def test_a_request_that_no_router_knows_is_said_to_be_unknown(
 ) -> None:
     router = await start_router(cluster)
     with pytest.raises(grpc.aio.AioRpcError) as failed:
-        await router.stub.Explain(router_pb2.ExplainRequest(request_id="r-9"), timeout=5)
+        await router.stub.Explain(router_pb2.ExplainRequest(request_id="r-9"), timeout=60)
     assert isinstance(from_rpc_error(failed.value), NotFound)
     where = ("--etcd", cluster.etcd, "--deployment", cluster.deployment)
     code, _, errors = await tokenmill("router", "explain", "r-9", *where)

@@ -66,7 +66,7 @@ async def test_a_router_sees_each_worker_of_a_fleet_and_so_does_the_one_after_it
 
 
 async def test_a_fleet_that_is_killed_goes_quiet_as_a_whole(cluster: Cluster, tmp_path: Path) -> None:
-    discovery = await Discovery.connect(cluster.etcd, cluster.deployment, CollectorRegistry(), timeout_s=10)
+    discovery = await Discovery.connect(cluster.etcd, cluster.deployment, CollectorRegistry(), timeout_s=60)
 
     def states() -> set[State]:
         return {instance.state for instance in discovery.by_service("decode")}

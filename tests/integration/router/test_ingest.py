@@ -49,7 +49,7 @@ class Followed:
     async def reports(self, count: int) -> None:
         """So many more load reports have been taken in."""
         enough = len(self.heard.reports) + count
-        await until(lambda: len(self.heard.reports) >= enough, "load reports came", within_s=20)
+        await until(lambda: len(self.heard.reports) >= enough, "load reports came", within_s=60)
 
 
 Start = Callable[..., Awaitable[Followed]]
@@ -59,7 +59,7 @@ Start = Callable[..., Awaitable[Followed]]
 async def following(cluster: Cluster, max_blocks: int) -> AsyncIterator[Followed]:
     registry = CollectorRegistry()
     async with AsyncExitStack() as stack:
-        discovery = await Discovery.connect(cluster.etcd, cluster.deployment, registry, timeout_s=10)
+        discovery = await Discovery.connect(cluster.etcd, cluster.deployment, registry, timeout_s=60)
         stack.push_async_callback(discovery.close)
         bus = await Bus.connect(cluster.nats, registry)
         stack.push_async_callback(bus.close)
@@ -137,8 +137,8 @@ async def test_damage_is_found_while_nothing_comes_and_mended_by_a_snapshot(clus
     followed = await start()
     await until(lambda: followed.index.held([1, 2, 3]) == {"w": Overlap(3)}, "the worker is known")
     del followed.index.runs.by_hash[2]
-    await until(lambda: followed.metric("index_damages_total") >= 1, "the damage is found", within_s=20)
-    await until(lambda: followed.index.held([1, 2, 3]) == {"w": Overlap(3)}, "it is mended", within_s=20)
+    await until(lambda: followed.metric("index_damages_total") >= 1, "the damage is found", within_s=60)
+    await until(lambda: followed.index.held([1, 2, 3]) == {"w": Overlap(3)}, "it is mended", within_s=60)
     assert followed.metric("gaps_total", reason="damaged") >= 1
     check_integrity(followed.index)
 

@@ -19,14 +19,14 @@ WORKERS = tuple(f"d-{at}" for at in range(4))
 async def placements(router: RouterProcess) -> dict[str, float]:
     """Requests that it believes each worker has."""
     request = router_pb2.ScheduleRequest(request_id="probe", model="model", prompt_tokens=16)
-    seen = await router.stub.Schedule(request, timeout=10, metadata=(("tokenmill-explain", "1"),))
+    seen = await router.stub.Schedule(request, timeout=60, metadata=(("tokenmill-explain", "1"),))
     await told(router, "probe", freed=router_pb2.Freed())
     return {one.instance_id: one.terms["requests"] for one in seen.candidates}
 
 
 async def told(router: RouterProcess, request_id: str, *, freed: router_pb2.Freed) -> None:
     outcome = router_pb2.Outcome(request_id=request_id, freed=freed)
-    await router.stub.Report(router_pb2.ReportRequest(outcomes=[outcome]), timeout=10)
+    await router.stub.Report(router_pb2.ReportRequest(outcomes=[outcome]), timeout=60)
 
 
 @pytest.fixture

@@ -25,13 +25,13 @@ def ask(router: RouterProcess, request_id: str, *, priority: int = 0, timeout_s:
 
 
 async def waits(router: RouterProcess, request_id: str) -> bool:
-    answer = await router.stub.IsWaiting(router_pb2.IsWaitingRequest(request_id=request_id), timeout=10)
+    answer = await router.stub.IsWaiting(router_pb2.IsWaitingRequest(request_id=request_id), timeout=60)
     return answer.waiting
 
 
 async def freed(router: RouterProcess, request_id: str) -> None:
     outcome = router_pb2.Outcome(request_id=request_id, freed=router_pb2.Freed())
-    await router.stub.Report(router_pb2.ReportRequest(outcomes=[outcome]), timeout=10)
+    await router.stub.Report(router_pb2.ReportRequest(outcomes=[outcome]), timeout=60)
 
 
 async def busy_router(cluster: Cluster, start_router: StartRouter, *flags: str) -> RouterProcess:
@@ -92,6 +92,6 @@ async def test_a_new_worker_takes_the_most_urgent(cluster: Cluster, start_router
     for name in calls:
         await until(lambda name=name: waits(router, name), "it waits")
     await cluster.start("d-2", "decode", card=ONE_AT_A_TIME)  # it says that it is idle again and again
-    high, low = await asyncio.wait_for(asyncio.gather(calls["high"], calls["low"]), 20)
+    high, low = await asyncio.wait_for(asyncio.gather(calls["high"], calls["low"]), 60)
     assert high.decode.instance_id == low.decode.instance_id == "d-2"
     assert high.queue_wait_ms < low.queue_wait_ms  # although it came later

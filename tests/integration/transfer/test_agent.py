@@ -40,7 +40,7 @@ class Peer:
         return self.process.stdout.readline()
 
     async def notice(self) -> str:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return str(json.loads(await asyncio.to_thread(self._line))["notice"])
 
     def send(self, number: signal.Signals) -> None:
@@ -109,7 +109,7 @@ async def test_a_peer_killed_before_the_read_is_unreachable(peer: Peer, memory: 
     peer.send(signal.SIGKILL)
     peer.process.wait()
     with pytest.raises(PeerUnreachable):
-        await agent.read(peer.metadata, whole(memory, peer), b"done").within(5)
+        await agent.read(peer.metadata, whole(memory, peer), b"done").within(60)
 
 
 async def test_a_peer_killed_in_the_middle_of_a_read_is_unreachable_and_another_one_is_not(
@@ -120,7 +120,7 @@ async def test_a_peer_killed_in_the_middle_of_a_read_is_unreachable_and_another_
     assert not await read.within(0.3)
     peer.send(signal.SIGKILL)
     with pytest.raises(PeerUnreachable):
-        await read.within(5)
+        await read.within(60)
     other = Peer()
     try:
         assert await agent.read(other.metadata, whole(memory, other), b"done").within(10)
@@ -206,9 +206,9 @@ async def test_an_agent_whose_thread_broke_refuses_instead_of_hanging(agent: Age
         raise RuntimeError("as NIXL does")
 
     agent._calls.put(break_it)
-    agent._thread.join(10)
-    async with asyncio.timeout(5):
+    agent._thread.join(60)
+    async with asyncio.timeout(60):
         with pytest.raises(PeerUnreachable):
             await agent.notify(peer.metadata, b"late")
         with pytest.raises(PeerUnreachable):
-            await agent.read(peer.metadata, [], b"").within(5)
+            await agent.read(peer.metadata, [], b"").within(60)

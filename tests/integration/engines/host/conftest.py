@@ -61,7 +61,7 @@ class Worker:
     async def submit(self, request_id: str = "r1", slot: int = 0, **fields: Any) -> None:
         """A request that is good but for what the test says."""
         fields = {"model": "scripted", "attach_id": "frontend-1", "prompt_token_ids": [1, 2, 3]} | fields
-        await self.stub.Submit(decode_pb2.SubmitRequest(request_id=request_id, slot=slot, **fields), timeout=5)
+        await self.stub.Submit(decode_pb2.SubmitRequest(request_id=request_id, slot=slot, **fields), timeout=60)
 
 
 Serve = Callable[..., Awaitable[Worker]]

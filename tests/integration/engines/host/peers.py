@@ -11,7 +11,7 @@ from typing import Any
 from tokenmill.decode.v1 import decode_pb2
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
     """Waits for a condition, a coroutine function maybe, and fails the test when it does not come."""
     async with asyncio.timeout(timeout_s):
         while True:

@@ -27,7 +27,7 @@ _HANG, _GO_ON = signal.SIGUSR1, signal.SIGUSR2
 
 
 async def _is_serving(worker: WorkerProcess) -> bool:
-    answer = await health_pb2_grpc.HealthStub(worker.channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+    answer = await health_pb2_grpc.HealthStub(worker.channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
@@ -116,11 +116,11 @@ async def test_a_worker_refuses_what_is_meant_for_another_life_of_it(start_worke
             request_id="r", model="sim", attach_id=decode.attach_id, prompt_token_ids=PROMPT,
             epoch=decode.instance.epoch - 1,
         )  # fmt: skip
-        for call in (decode.decode.Submit(request, timeout=10), _run(prefill, "r", epoch=1)):
+        for call in (decode.decode.Submit(request, timeout=60), _run(prefill, "r", epoch=1)):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call
             assert isinstance(from_rpc_error(refused.value), Unavailable)
             assert "epoch" in str(refused.value.details())
         request.epoch = decode.instance.epoch
-        await decode.decode.Submit(request, timeout=10)
+        await decode.decode.Submit(request, timeout=60)
     await _run(prefill, "s", epoch=prefill.instance.epoch)

@@ -110,7 +110,7 @@ async def test_a_bad_setting_ends_the_process_at_once(tmp_path: Path) -> None:
         sys.executable, "-m", "cli.main", "decode", "--engine", "sim", "--dtype", "float32", "--etcd", "127.0.0.1:1",
         stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
-    _, errors = await asyncio.wait_for(process.communicate(), 20)
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 2
     assert "dtype" in errors.decode()
 

@@ -81,7 +81,7 @@ class WorkerProcess:
                 sampling=common_pb2.Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True),
                 kv=kv,
             ),
-            timeout=10,
+            timeout=60,
         )
 
     async def answer(self, kv: common_pb2.KvHandle | None = None) -> tuple[list[int], decode_pb2.Finished]:
@@ -93,7 +93,7 @@ class WorkerProcess:
 
     async def run_prompt(self) -> common_pb2.KvHandle:
         request = prefill_pb2.RunRequest(request_id="r1", model="sim", prompt_token_ids=PROMPT)
-        return (await self.prefill.Run(request, timeout=10)).handle
+        return (await self.prefill.Run(request, timeout=60)).handle
 
     async def holds(self, leases: int, *, expired: int = 0) -> None:
         """Waits for the metrics to say so; they are read from the engine each second."""
@@ -103,7 +103,7 @@ class WorkerProcess:
             now = metrics["tokenmill_kv_leases"], metrics["tokenmill_kv_leases_expired_total"]
             return now == (leases, expired)
 
-        await until(shown, timeout_s=10)
+        await until(shown, timeout_s=60)
 
 
 @pytest.fixture

@@ -122,7 +122,7 @@ class Engine:
         return [token for output in outputs for token in output.token_ids], outputs[-1]
 
 
-async def until(condition: Callable[[], bool], within_s: float = 10) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 60) -> None:
     """Waits for a condition of this process."""
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 - some conditions come true in other processes
