@@ -96,6 +96,12 @@ class VirtualRouter:
         self._read()
         now = self._timeline.now_s
         request = Request(request_id, MODEL, hashes, prompt_tokens)
+        patience_s = self._max_wait_s
+        if each_s := self._room.seconds_each(now):
+            patience_s -= each_s * self._scheduler.backlog(request)
+            if patience_s <= 0:
+                on_refusal()
+                return
         if not len(self._room):
             try:
                 decision = self._scheduler.schedule(request, now, may_wait=self._may_wait)
@@ -109,7 +115,7 @@ class VirtualRouter:
             priority=0,
             tenant="",
             tokens=tokens,
-            deadline=now + self._max_wait_s,
+            deadline=now + patience_s,
             request=request,
             on_decision=on_decision,
             on_refusal=on_refusal,
@@ -119,7 +125,7 @@ class VirtualRouter:
         except (Overloaded, DeadlineExceeded):
             on_refusal()
             return
-        self._timeline.after(self._max_wait_s, self._give_up, waiting)
+        self._timeline.after(patience_s, self._give_up, waiting)
         for one in displaced:
             one.on_refusal()
         self._plan_look()

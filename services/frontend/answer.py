@@ -114,6 +114,11 @@ class Answer:
         """Whether the client has any of it."""
         return self._listener.sent(self.index)
 
+    @property
+    def age_s(self) -> float:
+        """Since it was asked for; of one that goes on, since then."""
+        return asyncio.get_running_loop().time() - self._began_at
+
     def restart(self) -> None:
         """Begins anew, for another worker. Only while nothing of it was sent."""
         self._listener.on_restart(self.index)

@@ -12,7 +12,7 @@ import asyncio
 from dataclasses import dataclass
 
 from controlplane.discovery import Discovery
-from controlplane.errors import TokenmillError, Unavailable
+from controlplane.errors import Overloaded, TokenmillError, Unavailable
 from controlplane.instances import Instance, State
 from services.frontend.answer import Answer
 from services.frontend.breaker import Breakers
@@ -67,7 +67,9 @@ class Placer:
         """Raises what a router refused the answer with, or `refusal`, the last worker's, when nobody else can serve."""
         await self._until_someone_can(answer.generation.model.name, tried, refusal)
         try:
-            return await self._place(answer, tried)
+            # One that was let in and lost its worker waits anew; one that was never let in has waited already.
+            waited_s = answer.age_s if isinstance(refusal, Overloaded) and not answer.emitted else 0.0
+            return await self._place(answer, tried, waited_s)
         except Unavailable as error:
             # What the last one tried said is the better answer.
             raise refusal or error from None
@@ -88,7 +90,7 @@ class Placer:
             return True  # what nearly every request finds, without a look at each of a thousand workers
         return bool(self._models.workers(model, lambda one: not tried.excludes(one.instance_id, self._seen(one))))
 
-    async def _place(self, answer: Answer, tried: Tried) -> Placement:
+    async def _place(self, answer: Answer, tried: Tried, waited_s: float) -> Placement:
         avoided = self._breakers.avoided(asyncio.get_running_loop().time())
         excluded = []
         for instance_id in tried:
@@ -97,7 +99,7 @@ class Placer:
                 excluded.append(instance_id)
             elif tried.is_second_choice(instance_id, self._seen(known)):
                 avoided.append(instance_id)
-        asked = await self._routers.schedule(answer.generation, answer.request_id, excluded, avoided)
+        asked = await self._routers.schedule(answer.generation, answer.request_id, excluded, avoided, waited_s)
         if asked is not None and self._is_present(asked[1].decode):
             router, placed = asked
             return Placement(placed.decode, placed.prefill if placed.HasField("prefill") else None, router)

@@ -62,13 +62,19 @@ class Routers:
         )
 
     async def schedule(
-        self, generation: Generation, request_id: str, excluded: Sequence[str], avoided: Sequence[str]
+        self,
+        generation: Generation,
+        request_id: str,
+        excluded: Sequence[str],
+        avoided: Sequence[str],
+        waited_s: float = 0.0,
     ) -> tuple[str, router_pb2.ScheduleResponse] | None:
         """The router's address and its word. None: no router answered in time, or none knows a worker.
 
+        `waited_s`: for a turn at a worker that then refused it.
         Raises what a router refused the request with.
         """
-        request = self._request(generation, request_id, excluded, avoided)
+        request = self._request(generation, request_id, excluded, avoided, waited_s)
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._settings.schedule_timeout_s
         routers = self._in_turn()
@@ -111,7 +117,12 @@ class Routers:
         return in_turn
 
     def _request(
-        self, generation: Generation, request_id: str, excluded: Sequence[str], avoided: Sequence[str]
+        self,
+        generation: Generation,
+        request_id: str,
+        excluded: Sequence[str],
+        avoided: Sequence[str],
+        waited_s: float,
     ) -> router_pb2.ScheduleRequest:
         routing = generation.routing
         return router_pb2.ScheduleRequest(
@@ -130,6 +141,7 @@ class Routers:
             session_hard=routing.session_hard,
             pinned_instance=routing.worker,
             timeout_ms=max(round(left_s(generation) * 1000), 1),
+            waited_ms=round(waited_s * 1000),
         )
 
     async def _ask(

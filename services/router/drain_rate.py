@@ -39,3 +39,7 @@ class DrainRate:
         if self._count < LEAST_PLACED or self._seconds <= 0 or self._tokens <= 0:
             return None
         return tokens * self._seconds / self._tokens
+
+    def seconds_each(self) -> float | None:
+        """From one placement to the next; None: too little was seen."""
+        return self._seconds / self._count if self._count >= LEAST_PLACED and self._seconds > 0 else None

@@ -1,5 +1,9 @@
 """Holds requests back while every worker is full, and places them as soon as it is their turn.
 
+What waits here and what waits at the workers share one bound: whoever cannot be expected to be begun within
+`max_wait_s`, both waits together, is refused at once. Late answers are as good as none, and a queue that is let grow
+serves everybody late.
+
 One waiting room a model: a model that is overloaded holds up no other. Whatever may have made room (something was
 freed, a load report, a new worker) calls `wake`; the rooms are then served once, in the loop's next turn.
 """
@@ -83,19 +87,25 @@ class Queues:
     async def place(self, request: Request, time_left_s: Callable[[], float | None]) -> tuple[Decision, float]:
         """The decision, at once or when it is this request's turn, and how long it waited. Cancelling ends the wait.
 
-        Raises what `Scheduler.schedule` raises; `Overloaded` when too many wait or one of a higher class needs the
-        place; `DeadlineExceeded` when its turn would come, or has not come, within the time the request has.
+        Raises what `Scheduler.schedule` raises; `Overloaded` when too many wait, one of a higher class needs the place,
+        or it would take longer than `max_wait_s` until a worker begins it; `DeadlineExceeded` when its turn would not
+        come, or has not come, within the time the request has.
         """
-        queue = self._queues.get(request.model)
+        queue, now = self._queues.get(request.model), time.monotonic()
+        patience_s = self._max_wait_s - request.waited_s
+        if queue is not None and (backlog_s := self._backlog_s(queue, request, now)):
+            patience_s -= backlog_s
+            if patience_s <= 0:
+                self._metrics.refused("hopeless")
+                raise self._too_long(queue.room, now)
         if queue is None or not len(queue.room):
-            now = time.monotonic()
             try:
                 decision = self._scheduler.schedule(request, now, may_wait=self._max_requests > 0)
             except NoRoom:
                 pass
             else:
                 return decision, 0.0
-        return await self._wait(request, time_left_s())
+        return await self._wait(request, time_left_s(), max(patience_s, 0.0))
 
     def wake(self) -> None:
         """There may be room now."""
@@ -104,7 +114,12 @@ class Queues:
                 queue.full.clear()
             self._serve_soon()
 
-    async def _wait(self, request: Request, time_left_s: float | None) -> tuple[Decision, float]:
+    def _backlog_s(self, queue: _Queue, request: Request, now: float) -> float:
+        """Until a worker begins what it is given now, by how fast the queue has emptied lately; 0: not known."""
+        each_s = queue.room.seconds_each(now)
+        return each_s * self._scheduler.backlog(request) if each_s else 0.0
+
+    async def _wait(self, request: Request, time_left_s: float | None, patience_s: float) -> tuple[Decision, float]:
         now = time.monotonic()
         queue = self._queues.get(request.model)
         if queue is None:
@@ -116,7 +131,7 @@ class Queues:
             tenant=request.tenant,
             tokens=self._scheduler.uncached_tokens(request, now),
             where=_where(request),
-            deadline=now + min(own_time_s, self._max_wait_s),
+            deadline=now + min(own_time_s, patience_s),
             request=request,
             turn=self._loop.create_future(),
         )
@@ -126,7 +141,7 @@ class Queues:
             displaced = queue.room.enter(waiting, now)
         except TokenmillError as refusal:
             self._metrics.refused("full" if isinstance(refusal, Overloaded) else "hopeless")
-            if isinstance(refusal, DeadlineExceeded) and own_time_s > self._max_wait_s:
+            if isinstance(refusal, DeadlineExceeded) and own_time_s > patience_s:
                 raise self._too_long(queue.room, now) from None
             raise
         for one in displaced:
@@ -142,14 +157,14 @@ class Queues:
         try:
             return await self._turn(queue, waiting), time.monotonic() - waiting.entered_at
         except DeadlineExceeded:
-            if own_time_s > self._max_wait_s:
+            if own_time_s > patience_s:
                 raise self._too_long(queue.room, time.monotonic()) from None
             raise
 
     def _too_long(self, room: WaitingRoom[_Waiting], now: float) -> Overloaded:
         """It is not the request that has no time: nobody is to wait so long."""
         return Overloaded(
-            f"every worker is full, and a turn takes longer than the {self._max_wait_s:g} s that a request may wait; "
+            f"every worker is full, and a first token takes longer than the {self._max_wait_s:g} s that one may wait; "
             "try again later",
             retry_after_s=room.retry_after_s(now),
         )

@@ -38,6 +38,8 @@ class Request:
     """Time the whole answer may take; 0: no limit."""
     frontend_id: str = ""
     """Whose request it is: gone with that instance."""
+    waited_s: float = 0.0
+    """For its turn, before a worker refused it."""
 
     @property
     def is_particular(self) -> bool:

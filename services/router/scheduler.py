@@ -94,6 +94,21 @@ class Scheduler:
         blocks = len(request.block_hashes)
         return request.prompt_tokens - (request.prompt_tokens * held // blocks if blocks else 0)
 
+    def backlog(self, request: Request) -> int:
+        """Requests that workers begin before one that is placed now, where it has the fewest before it; 0: it is next.
+
+        A decode worker begins as many as it runs at a time, a prefill worker one after another.
+        """
+        choice = self._pool(request).choice(request, request.pinned)
+        before = 0
+        if choice.paired.workers:
+            loads = choice.prefill_for(choice.paired.workers[0]).refresh(self._book, self._timings)[0]
+            before = len(loads) * min(load.requests for load in loads)
+        loads = choice.decode.refresh(self._book, self._timings)[0]
+        rows = zip(loads, choice.decode.workers, strict=True)
+        beyond = min((load.requests - one.max_num_seqs for load, one in rows if one.max_num_seqs), default=0)
+        return before + len(loads) * max(beyond, 0)
+
     def _pool(self, request: Request) -> Pool:
         if request.prompt_tokens < 1:
             raise InvalidRequest("prompt_tokens is 0; a prompt has at least one token", param="prompt_tokens")

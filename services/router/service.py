@@ -425,6 +425,7 @@ def _request(request: router_pb2.ScheduleRequest) -> Request:
         pinned=request.pinned_instance,
         timeout_s=request.timeout_ms / 1000,
         frontend_id=request.frontend_id,
+        waited_s=request.waited_ms / 1000,
     )
 
 

@@ -41,8 +41,9 @@ class RouterSettings:
         4_000_000, "uncached prompt tokens of the requests of one model that may wait at the router", minimum=1
     )
     queue_max_wait_s: float = setting(
-        10.0,
-        "longest time a request may wait at the router; one expected to wait longer is refused at once, seconds",
+        5.0,
+        "longest time until a worker begins a request, at the router and in the worker's backlog together; one "
+        "expected to wait longer is refused at once, seconds",
         minimum=0.001,
     )
     worker_backlog: float = setting(

@@ -167,6 +167,11 @@ class WaitingRoom(Generic[T]):
             ahead += sum(min(tenant.tokens, until) for tenant in its_class.tenants.values())
         return self._rate.seconds_for(ahead)
 
+    def seconds_each(self, now: float) -> float | None:
+        """From one placement to the next lately; None: it cannot be told."""
+        self._rate.advance(now, waiting=bool(self._requests))
+        return self._rate.seconds_each()
+
     def retry_after_s(self, now: float) -> float:
         """Advice to one that is refused: when what waits now is expected to be placed."""
         self._rate.advance(now, waiting=bool(self._requests))

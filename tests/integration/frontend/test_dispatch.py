@@ -180,12 +180,13 @@ async def test_when_decode_refuses_its_kv_is_given_back_and_another_worker_answe
         serving(frontend, free),
         prefilling(frontend, router, full.model) as prefill,
     ):
-        router.targets = [full, free]
+        router.targets, router.delay_s = [full, free], 0.01
         done = await http.post("/v1/completions", json=asks(full.model))
         await until(lambda: prefill.released)
     assert done.json()["choices"][0]["text"] == "fine"
     first, second = router.asked
     assert (list(first.excluded_instances), list(second.excluded_instances)) == ([], [full.instance_id])
+    assert (first.waited_ms, second.waited_ms > 0) == (0, True), "one bound for both waits"
     assert prefill.released == [f"kv-{first.request_id}"]
     assert free.requests[0].request.kv.handle_id == f"kv-{second.request_id}"
     assert first.request_id != second.request_id, "what is late of the first must not meet the second"

@@ -24,7 +24,7 @@ FORMAT = KvFormat("fingerprint", "float32", 16, "nhd", "test", "1", "tp1-pp1")
 
 
 def worker(name: str, *, runs: int = 1, model: str = "model") -> Instance:
-    card = ModelCard(model, "builtin", FORMAT, 8192, 1000, 1000, runs, 2048)
+    card = ModelCard(model, "builtin", FORMAT, 8192, 1000, 100_000, runs, 2048)
     return Instance("decode", name, State.READY, 1, f"{name}:1", 1, "host", "0", "decode", model=card)
 
 
@@ -54,9 +54,10 @@ class Router:
         pinned: str = "",
         model: str = "model",
         left_s: float | None = None,
+        waited_s: float = 0.0,
     ) -> asyncio.Task[tuple[Decision, float]]:
         """As soon as it is placed, or waits, or was refused."""
-        request = Request(name, model, [], 100, priority=priority, tenant=tenant, pinned=pinned)
+        request = Request(name, model, [], 100, priority=priority, tenant=tenant, pinned=pinned, waited_s=waited_s)
         call = self.calls[name] = asyncio.create_task(self._place(request, left_s))
         async with asyncio.timeout(10):
             while not (call.done() or self.queues.holds(name)):  # noqa: ASYNC110
@@ -181,6 +182,31 @@ async def test_nobody_waits_longer_than_anyone_may_and_is_told_to_come_again(sta
         with pytest.raises(Overloaded, match=r"longer than the 0\.05 s") as refused:
             await router.calls["waiting"]
     assert refused.value.retry_after_s > 0
+
+
+async def test_a_request_is_refused_at_once_where_the_backlog_alone_lasts_too_long(start: Start) -> None:
+    router = start(worker("d-1"), backlog=1000.0, most=20, max_wait_s=5)
+    for turn in range(1010):
+        await router.ask(str(turn))
+    assert len(router.queues) == 9
+    async with asyncio.timeout(10):
+        for turn in range(6):
+            await asyncio.sleep(0.01)  # so that a thousand take 10 s at least
+            router.free(str(turn))
+            await router.calls[str(1001 + turn)]
+        with pytest.raises(Overloaded, match=r"longer than the 5 s"):
+            await (await router.ask("late"))
+        router.roster.update([worker("d-1"), worker("d-2")])
+        router.free("6")
+        await (await router.ask("lucky"))
+
+
+async def test_what_a_request_has_waited_before_counts(start: Start) -> None:
+    router = start(worker("d-1"), max_wait_s=600)
+    await (await router.ask("running", waited_s=600))
+    async with asyncio.timeout(10):
+        with pytest.raises(Overloaded, match="longer than the 600 s"):
+            await (await router.ask("late", waited_s=600))
 
 
 async def test_a_full_worker_holds_up_only_who_is_pinned_to_it(start: Start) -> None:

@@ -490,3 +490,21 @@ def test_equal_seeds_and_clocks_make_equal_decisions(chance: random.Random) -> N
                 router.scheduler.first_token(f"r{number - 3}", router.now, again.random())
         made.append(mine)
     assert made[0] == made[1]
+
+
+def test_a_backlog_is_what_a_newcomer_would_wait_for() -> None:
+    router = Router(instance("d-1"), instance("d-2"))
+    request = Request("newcomer", "model", PROMPT, TOKENS)
+    router.load("d-1", requests=40)
+    assert router.scheduler.backlog(request) == 0, "the other would begin it"
+    router.load("d-2", requests=20)
+    assert router.scheduler.backlog(request) == 2 * (20 - 16), "it would go there, and both are as fast"
+
+
+def test_prompts_at_prefill_workers_are_a_backlog_as_they_are_computed_one_after_another() -> None:
+    router = Router(instance("d-1"), instance("p-1"), instance("p-2"))
+    request = Request("newcomer", "model", PROMPT, TOKENS)
+    router.load("p-1", requests=3)
+    assert router.scheduler.backlog(request) == 0
+    router.load("p-2", requests=2)
+    assert router.scheduler.backlog(request) == 2 * 2

@@ -59,6 +59,7 @@ class ScheduleRequest(_message.Message):
     PINNED_INSTANCE_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     FRONTEND_ID_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     prompt_tokens: _builtins.int
@@ -80,6 +81,10 @@ class ScheduleRequest(_message.Message):
     """Time the whole answer may take from now; 0: no limit. A request that cannot be served in it is refused at once."""
     frontend_id: _builtins.str
     """Instance id of the frontend that asks. When discovery says it is gone, so are its requests. Empty: not told."""
+    waited_ms: _builtins.int
+    """Time the request has waited for its turn so far, where a worker that it was then given to would not take it: the
+    bound on the wait is one for all its tries. Default 0.
+    """
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sequence hashes of the prompt's full blocks, first to last."""
@@ -120,10 +125,11 @@ class ScheduleRequest(_message.Message):
         pinned_instance: _builtins.str = ...,
         timeout_ms: _builtins.int = ...,
         frontend_id: _builtins.str = ...,
+        waited_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoided_instances", b"avoided_instances", "block_hashes", b"block_hashes", "capabilities", b"capabilities", "excluded_instances", b"excluded_instances", "frontend_id", b"frontend_id", "labels", b"labels", "lora", b"lora", "max_tokens", b"max_tokens", "model", b"model", "pinned_instance", b"pinned_instance", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session_hard", b"session_hard", "session_id", b"session_id", "tenant", b"tenant", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoided_instances", b"avoided_instances", "block_hashes", b"block_hashes", "capabilities", b"capabilities", "excluded_instances", b"excluded_instances", "frontend_id", b"frontend_id", "labels", b"labels", "lora", b"lora", "max_tokens", b"max_tokens", "model", b"model", "pinned_instance", b"pinned_instance", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session_hard", b"session_hard", "session_id", b"session_id", "tenant", b"tenant", "timeout_ms", b"timeout_ms", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
