@@ -48,6 +48,7 @@ class ScriptedEngine:
     admitting: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     held: set[str] = field(default_factory=set)
+    prefilling: list[str] = field(default_factory=list)
     prefills_may_end: asyncio.Event = field(default_factory=asyncio.Event)
     admissions_may_end: asyncio.Event = field(default_factory=asyncio.Event)
     steps: int = 0
@@ -75,7 +76,11 @@ class ScriptedEngine:
     async def prefill(self, request: EngineRequest) -> PrefillResult:
         if self.refusal is not None:
             raise self.refusal
-        await self.prefills_may_end.wait()
+        self.prefilling.append(request.request_id)
+        try:
+            await self.prefills_may_end.wait()
+        finally:
+            self.prefilling.remove(request.request_id)
         handle_id = f"handle-{request.request_id}"
         self.held.add(handle_id)
         return PrefillResult(handle_id, len(request.prompt_token_ids), 0, b"where", (b"digest",), lease_s=120.0)

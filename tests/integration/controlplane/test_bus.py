@@ -110,9 +110,9 @@ async def test_a_stopped_nats_blocks_nobody(own_nats: EmbeddedNats, until: Until
         started = time.monotonic()
         for _ in range(64):
             bus.publish("a", bytes(1 << 20))
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 20
         await asyncio.sleep(0.1)
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(60):
             await bus.subscribe("a", lambda *_: None, lambda: None)
             await bus.close()
 

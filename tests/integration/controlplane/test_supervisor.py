@@ -145,12 +145,12 @@ async def test_a_service_goes_when_its_successor_is_ready(tmp_path: Path) -> Non
 
 
 async def test_a_service_goes_on_when_its_successor_fails(tmp_path: Path) -> None:
-    good = tmp_path / "good"
+    good, up = tmp_path / "good", tmp_path / "up"
     good.touch()
-    code = f"import pathlib; assert pathlib.Path({str(good)!r}).exists(), 'bad disk'; {_SLEEP}"
+    code = f"import pathlib; assert pathlib.Path({str(good)!r}).exists(), 'bad disk'; open({str(up)!r}, 'w'); {_SLEEP}"
     async with _supervisor(tmp_path, _service("a", code)) as supervisor:
         first = await _ready(supervisor, "a-abc")
-        await asyncio.sleep(0.5)
+        await _until(up.exists)
         good.unlink()
         with pytest.raises(Unavailable, match=r"(?s)a cannot start.*bad disk"):
             await supervisor.restart("a", successor_first=True)

@@ -55,7 +55,7 @@ def patient(etcd: str, nats: str, tmp_path_factory: pytest.TempPathFactory) -> I
 
 async def cancelled(frontend: Frontend) -> Counter[str]:
     """Answers by stage, so far."""
-    async with httpx.AsyncClient(base_url=frontend.url) as http:
+    async with httpx.AsyncClient(base_url=frontend.url, timeout=60) as http:
         text = (await http.get("/metrics")).text
     return Counter(
         {
@@ -255,7 +255,7 @@ async def test_tokenising(patient: Frontend) -> None:
             body = json.dumps({"model": worker.model, "prompt": f"{number} the garden " * 230_000}).encode()
             writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
             writers.append(writer)
-        async with httpx.AsyncClient(base_url=patient.url, timeout=30) as http, asyncio.timeout(60):
+        async with httpx.AsyncClient(base_url=patient.url, timeout=60) as http, asyncio.timeout(120):
 
             async def running() -> bool:
                 return "tokenmill_running_answers 0.0" not in (await http.get("/metrics")).text
@@ -288,7 +288,7 @@ class Suite:
 
     async def loads(self, role: str) -> dict[str, float]:
         """What a worker says of itself, about once a second."""
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             text = (await http.get(self.metrics[role])).text
         samples = {one.name: one.value for family in text_string_to_metric_families(text) for one in family.samples}
         return {name: samples[f"tokenmill_{name}"] for name in LOADS}
@@ -328,7 +328,7 @@ async def served(frontend: Frontend) -> Suite:
     """The suite, once its workers are ready and the frontend serves their model."""
     discovery = await Discovery.connect(frontend.etcd, frontend.deployment, CollectorRegistry(), timeout_s=60)
     workers: dict[str, Instance] = {}
-    async with asyncio.timeout(60), httpx.AsyncClient(base_url=frontend.url) as http:
+    async with asyncio.timeout(60), httpx.AsyncClient(base_url=frontend.url, timeout=60) as http:
         while len(workers) < 2:
             await asyncio.sleep(0.05)
             ready = [one for one in discovery.instances.values() if one.state is State.READY]

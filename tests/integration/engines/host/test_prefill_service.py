@@ -79,7 +79,7 @@ async def test_a_handle_of_another_epoch_is_not_this_workers(prefill: Worker) ->
 async def test_cancelling_run_stops_the_work_and_holds_nothing(prefill: Worker) -> None:
     prefill.engine.prefills_may_end.clear()
     call = run(prefill)
-    await asyncio.sleep(0.1)
+    await until(lambda: prefill.engine.prefilling)
     call.cancel()
     await until(lambda: runs(prefill, "cancelled") == 1, timeout_s=60)
     prefill.engine.prefills_may_end.set()
@@ -89,7 +89,7 @@ async def test_cancelling_run_stops_the_work_and_holds_nothing(prefill: Worker) 
 
 async def test_the_deadline_of_the_call_is_the_deadline_of_the_work(prefill: Worker) -> None:
     prefill.engine.prefills_may_end.clear()
-    assert isinstance(await refusal(run(prefill, timeout=0.2)), DeadlineExceeded)
+    assert isinstance(await refusal(run(prefill, timeout=1)), DeadlineExceeded)
     await until(lambda: runs(prefill, "deadline_exceeded") + runs(prefill, "cancelled") == 1, timeout_s=60)
     prefill.engine.prefills_may_end.set()
     await asyncio.sleep(0.05)
@@ -100,7 +100,7 @@ async def test_the_deadline_of_the_call_is_the_deadline_of_the_work(prefill: Wor
 async def test_a_call_cancelled_while_it_ends_holds_nothing_or_was_answered(prefill: Worker, delay_s: float) -> None:
     prefill.engine.prefills_may_end.clear()
     call = run(prefill)
-    await asyncio.sleep(0.05)
+    await until(lambda: prefill.engine.prefilling)
     prefill.engine.prefills_may_end.set()
     await asyncio.sleep(delay_s)
     call.cancel()
@@ -136,7 +136,7 @@ async def test_an_engines_error_reaches_the_caller_and_is_counted(prefill: Worke
 async def test_more_prompts_than_the_bound_are_told_to_come_back(prefill: Worker) -> None:
     prefill.engine.prefills_may_end.clear()
     calls = [run(prefill, f"r{number}") for number in range(INFO.max_num_seqs + 2)]
-    await asyncio.sleep(0.2)
+    await until(lambda: len(prefill.engine.prefilling) == INFO.max_num_seqs + 2)
     error = await refusal(run(prefill, "one more"))
     assert isinstance(error, Overloaded)
     assert error.retry_after_s > 0
@@ -148,7 +148,7 @@ async def test_more_prompts_than_the_bound_are_told_to_come_back(prefill: Worker
 async def test_draining_waits_for_prompts_and_for_held_kv(prefill: Worker) -> None:
     prefill.engine.prefills_may_end.clear()
     call = run(prefill)
-    await asyncio.sleep(0.1)
+    await until(lambda: prefill.engine.prefilling)
     draining = asyncio.create_task(prefill.service.drain(timeout_s=60))
     await asyncio.sleep(0.05)
     assert isinstance(await refusal(run(prefill, "new")), Unavailable)
@@ -174,7 +174,7 @@ async def test_a_drain_taken_back_lets_new_prompts_in_again(prefill: Worker) -> 
 async def test_a_prompt_that_outlasts_the_drain_fails(prefill: Worker) -> None:
     prefill.engine.prefills_may_end.clear()
     call = run(prefill)
-    await asyncio.sleep(0.1)
-    await asyncio.wait_for(prefill.service.drain(timeout_s=0.1), 1)
+    await until(lambda: prefill.engine.prefilling)
+    await asyncio.wait_for(prefill.service.drain(timeout_s=0.1), 60)
     assert isinstance(await refusal(call), Unavailable)
     assert not prefill.engine.held

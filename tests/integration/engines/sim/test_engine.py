@@ -212,4 +212,4 @@ async def test_an_idle_engine_costs_no_cpu(engine: Engine) -> None:
     await engine.answer("a", [1, 2, 3])
     before = sum(psutil.Process().cpu_times()[:2])
     await asyncio.sleep(2)  # idleness has no event to wait for
-    assert (sum(psutil.Process().cpu_times()[:2]) - before) / 2 < 0.02
+    assert (sum(psutil.Process().cpu_times()[:2]) - before) / 2 < 0.2, "waiting in a loop would be all of one core"
