@@ -40,7 +40,7 @@ from controlplane.drain import Drain, routers_confirm
 from controlplane.epochs import new_epoch
 from controlplane.errors import EngineFailed, SettingsError, TokenmillError
 from controlplane.instances import Instance, ModelCard, State
-from controlplane.listeners import GrpcListener, MetricsListener, host_port
+from controlplane.listeners import MAX_CALLS, GrpcListener, MetricsListener, host_port
 from controlplane.settings import CommonSettings
 from controlplane.telemetry import configure_logging, get_logger, new_registry
 from controlplane.tls import ServerTls
@@ -93,14 +93,17 @@ class Service(Protocol):
         """Why it can no longer serve, or None."""
 
 
-def run(service: Service, common: CommonSettings, tls: ServerTls | None = None) -> int:
-    """Runs a service until it is told to stop; returns the process's exit code. With `tls`, its servers speak TLS."""
+def run(service: Service, common: CommonSettings, tls: ServerTls | None = None, *, max_calls: int = MAX_CALLS) -> int:
+    """Runs a service until it is told to stop; returns the process's exit code.
+
+    With `tls`, its servers speak TLS. `max_calls`: over gRPC, open at once.
+    """
     if not common.instance_id:
         common = replace(common, instance_id=f"{service.name}-{secrets.token_hex(4)}")
     configure_logging(common, service=service.name)
 
     async def serve() -> int:
-        return await Host(service, common, tls).serve()
+        return await Host(service, common, tls, max_calls).serve()
 
     try:
         return uvloop.run(serve())
@@ -115,7 +118,9 @@ class Host:
     bus: Bus
     instance: Instance
 
-    def __init__(self, service: Service, settings: CommonSettings, tls: ServerTls | None = None) -> None:
+    def __init__(
+        self, service: Service, settings: CommonSettings, tls: ServerTls | None = None, max_calls: int = MAX_CALLS
+    ) -> None:
         self.settings = settings
         self.tls = tls
         self.channels = Channels()
@@ -125,7 +130,7 @@ class Host:
         tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
         self.log = get_logger(f"services.{service.name}")
         self._service = service
-        self._listener = GrpcListener(share_port=settings.share_ports)
+        self._listener = GrpcListener(share_port=settings.share_ports, max_calls=max_calls)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = contextlib.AsyncExitStack()
         self._drain = Drain()
@@ -339,7 +344,7 @@ class Host:
     async def _tidy_channels(self) -> None:
         while True:
             await asyncio.sleep(_TIDY_S)
-            await self.channels.tidy({one.address for one in self.discovery.instances.values()})
+            self.channels.tidy({one.address for one in self.discovery.instances.values()})
 
     @contextlib.contextmanager
     def _logged(self, what: str) -> Iterator[None]:

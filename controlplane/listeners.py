@@ -20,7 +20,7 @@ from controlplane.errors import SettingsError
 from controlplane.grpc_errors import ErrorInterceptor
 from controlplane.telemetry import RequestIdInterceptor
 
-__all__ = ["GrpcListener", "MetricsListener", "host_port"]
+__all__ = ["MAX_CALLS", "GrpcListener", "MetricsListener", "host_port"]
 
 _OPTIONS = (
     *MESSAGE_OPTIONS,
@@ -28,6 +28,8 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
+MAX_CALLS = 16_384
+"""Far more than a worker admits, or frontends and health checks keep open with it: what comes beyond is a fault."""
 _OPEN_CALLS_S = 1.0
 """Time for answers under way when the server stops."""
 
@@ -40,9 +42,14 @@ def host_port(host: str, port: int) -> str:
 class GrpcListener:
     """A gRPC server whose health says NOT_SERVING until told otherwise."""
 
-    def __init__(self, *, share_port: bool = False) -> None:
+    def __init__(self, *, share_port: bool = False, max_calls: int = MAX_CALLS) -> None:
+        """With more than `max_calls` open, whatever they are for, gRPC refuses new ones with RESOURCE_EXHAUSTED."""
         options = (*_OPTIONS, ("grpc.so_reuseport", int(share_port)))  # else a port in use is an error
-        self.server = grpc.aio.server(options=options, interceptors=[RequestIdInterceptor(), ErrorInterceptor()])
+        self.server = grpc.aio.server(
+            options=options,
+            interceptors=[RequestIdInterceptor(), ErrorInterceptor()],
+            maximum_concurrent_rpcs=max_calls,
+        )
         self._health = health.aio.HealthServicer()
         self._names: list[str] = []
 

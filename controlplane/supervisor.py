@@ -303,11 +303,11 @@ class Supervisor:
     async def _bound_logs(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_AT_LOGS_S)
-            for name in self._children:
+            for log in self._log_dir.glob("*.log"):  # this process's own may be there, too
                 try:
-                    await asyncio.to_thread(rotate, self._log_dir / f"{name}.log", _MAX_LOG_BYTES)
+                    await asyncio.to_thread(rotate, log, _MAX_LOG_BYTES)
                 except OSError as error:
-                    self._report(name, f"its log cannot be bounded: {error.strerror or error}")
+                    self._report(log.stem, f"its log cannot be bounded: {error.strerror or error}")
 
 
 async def _wait_at_most(awaitable: Awaitable[object], timeout_s: float) -> bool:

@@ -21,7 +21,8 @@ def in_background(folder: RunFolder, deployment: str) -> int | None:
     The caller's process shows what the child says until it serves or ends, and gets the exit code. A Ctrl-C meanwhile
     stops the child.
     """
-    log_file = folder.path / "up.log"
+    log_file = folder.path / "logs" / "up.log"
+    log_file.parent.mkdir()
     log_file.touch()
     child = os.fork()
     if child == 0:

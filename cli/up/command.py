@@ -124,7 +124,7 @@ class _Up:
         self._folder = folder
         self._progress = Progress((child.name for child in plan.children), Console(stderr=True))
         self._logs = folder.path / "logs"
-        self._logs.mkdir()
+        self._logs.mkdir(exist_ok=True)
         self._supervisor = Supervisor(
             plan.children,
             self._logs,

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     settings = loaded.get(FrontendSettings)
     tls = ServerTls.load("frontend", settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-    return run(FrontendService(settings), loaded.get(CommonSettings), tls)
+    return run(FrontendService(settings), loaded.get(CommonSettings), tls, max_calls=settings.max_connections)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,10 @@ class FrontendSettings:
         1024, "answers in the making at once; further requests get 429", minimum=1, maximum=1_000_000
     )
     max_connections: int = setting(
-        4096, "open HTTP connections; further ones get 503 and are closed", minimum=1, maximum=1_000_000
+        4096,
+        "open HTTP connections, and gRPC calls; further ones get 503 and are closed, and RESOURCE_EXHAUSTED",
+        minimum=1,
+        maximum=1_000_000,
     )
     max_bodies_mb: int = setting(
         256, "request bodies in memory, all together, MiB; more get 429", minimum=1, maximum=1_000_000

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from controlplane.host import run
+from controlplane.listeners import MAX_CALLS
 from controlplane.program import run_program
 from controlplane.settings import CommonSettings, load
 from services.router.service import RouterService
@@ -24,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="tokenmill router",
         description="Decides which worker serves a request.",
     )
-    return run(RouterService(loaded.get(RouterSettings)), loaded.get(CommonSettings))
+    settings = loaded.get(RouterSettings)
+    # Whoever waits keeps its call open.
+    return run(RouterService(settings), loaded.get(CommonSettings), max_calls=settings.queue_max_requests + MAX_CALLS)
 
 
 if __name__ == "__main__":
