@@ -63,7 +63,11 @@ async def test_two_routers_spread_one_load_evenly(routers: list[RouterProcess]) 
         prompt = [chance.getrandbits(64) for _ in range(8)]
         answer = await routers[turn % 2].schedule(prompt, request_id=f"r-{turn}", tokens=8 * 16)
         placed[answer.decode.instance_id] += answer.uncached_tokens
-        await asyncio.sleep(0.01)  # what one router decides is heard of some milliseconds later
+
+        async def both_know(requests: int = turn + 1) -> bool:
+            return all([sum((await placements(one)).values()) == requests for one in routers])
+
+        await until(both_know, "the other has heard of it")
     assert max(placed.values()) <= 1.1 * sum(placed.values()) / len(WORKERS)
 
 
