@@ -34,7 +34,7 @@ _DOWN = (
 
 
 class Channels:
-    """Owns the channels it hands out; callers never close them."""
+    """Owns the channels it hands out; callers never close them, and hold their stub for as long as they use it."""
 
     def __init__(self) -> None:
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -46,18 +46,17 @@ class Channels:
             channel = self._channels[address] = grpc.aio.insecure_channel(address, options=_OPTIONS)
         return channel
 
-    async def tidy(self, known: Container[str]) -> None:
-        """Closes what has no connection to an address that is not `known`.
+    def tidy(self, known: Container[str]) -> None:
+        """Forgets what has no connection to an address that is not `known`.
 
-        While there is a connection somebody serves that address, whatever is known, and calls may be open.
+        Closed it is when its last stub is gone, for a closed one breaks who still uses it: one that tries again later,
+        or reads what comes over the connection after the other side has said that it goes.
         """
         for address, channel in list(self._channels.items()):
             if address not in known and channel.get_state() in _DOWN:
-                await self._drop(address)
+                del self._channels[address]
 
     async def close(self) -> None:
         """Cancels every call and closes every channel."""
-        await asyncio.gather(*(self._drop(address) for address in list(self._channels)))
-
-    async def _drop(self, address: str) -> None:
-        await self._channels.pop(address).close()
+        channels, self._channels = self._channels, {}
+        await asyncio.gather(*(channel.close() for channel in channels.values()))

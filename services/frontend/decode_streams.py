@@ -28,6 +28,7 @@ _SILENT_TICKS = 3
 """Ticks of a second without a message. Ticks, not time: a stall of this process must not count as the worker's."""
 _TICK_S = 1.0
 _OPEN_TIMEOUT_S = 3.0
+_RETRY_AFTER_S = 1.0
 _CANCEL_TIMEOUT_S = 2.0
 _CANCEL_AGAIN_S = 0.5
 _LAST_WORD_S = 1.0
@@ -218,11 +219,14 @@ class DecodeStreams:
     async def run(self) -> None:
         """Watches and mends the streams, until cancelled."""
         async with asyncio.TaskGroup() as self._tasks:
-            while True:
-                self._match_followed()
-                await asyncio.sleep(_TICK_S)
-                for stream in list(self._streams.values()):
-                    stream.tick()
+            try:
+                while True:
+                    self._match_followed()
+                    await asyncio.sleep(_TICK_S)
+                    for stream in list(self._streams.values()):
+                        stream.tick()
+            finally:
+                self._tasks = None  # who loses a stream now opens no other
 
     def follow(self, addresses: frozenset[str]) -> None:
         """The workers there are. One that left keeps its stream until its last answer is done."""
@@ -266,7 +270,7 @@ class DecodeStreams:
 
     def _open(self, address: str) -> DecodeStream:
         if self._tasks is None:
-            raise Unavailable("the frontend is not running yet")
+            raise Unavailable("this frontend is starting or stopping; try again", retry_after_s=_RETRY_AFTER_S)
         stream = DecodeStream(address, self._channels.get(address), self._metrics, self._log)
         self._streams[address] = stream
         self._tasks.create_task(self._read(stream), name=f"decode stream {address}")

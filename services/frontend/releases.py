@@ -38,7 +38,10 @@ class Releases:
         self._log = get_logger(__name__)
 
     def add(self, address: str, request: prefill_pb2.ReleaseRequest, trace_id: str) -> None:
-        """To be sent to the prefill worker at this address, in the name of that client's request."""
+        """To be sent to the prefill worker at this address, in the name of that client's request.
+
+        Not while nothing is sent, before `run` and after it: then its lease ends it.
+        """
         release = _Release(request, trace_id, asyncio.get_running_loop().time() + _GIVEN_UP_S)
         waiting = self._waiting.get(address)
         if waiting is not None:
@@ -50,7 +53,10 @@ class Releases:
     async def run(self) -> None:
         """Sends, until cancelled."""
         async with asyncio.TaskGroup() as self._senders:
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self._senders = None
 
     async def _send(self, address: str) -> None:
         """Until nothing waits for this address."""
