@@ -17,7 +17,7 @@ Pure, not thread safe.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from operator import xor
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from kvcache.events import Cleared, KvEvent, Removed, Stored, Tier
 from kvcache.lanes import Holder, Lanes
 from kvcache.runs import Run, Runs, chain
 
-__all__ = ["DEFAULT_MAX_BLOCKS", "Holder", "KvIndex", "Match", "Overlap"]
+__all__ = ["DEFAULT_MAX_BLOCKS", "Holder", "KvIndex", "Match", "Overlap", "Overlaps"]
 
 DEFAULT_MAX_BLOCKS = 10_000_000
 """About 1 GB."""
@@ -46,6 +46,15 @@ class Overlap(NamedTuple):
     def blocks(self) -> int:
         """All of them."""
         return self.device + self.host + self.disk + self.peer
+
+
+class Overlaps(NamedTuple):
+    """What each worker holds of a prompt. Far fewer overlaps are distinct than there are workers."""
+
+    distinct: list[Overlap]
+    """The first is that of workers that hold none."""
+    of: dict[str, int]
+    """Which of them is a worker's; those that hold none may be left out."""
 
 
 Match = list[tuple[Overlap, int]]
@@ -254,16 +263,26 @@ class KvIndex:
             found.extend(alike.items())
         return found
 
-    def held(self, hashes: Sequence[int]) -> dict[str, Overlap]:
-        """The leading blocks each worker holds, by its name; of several ranks, the one that holds most.
+    def named(self, hashes: Sequence[int]) -> Iterator[tuple[Overlap, Sequence[str]]]:
+        """(overlap, the workers that have it), fewest blocks first; workers that hold none are left out.
 
-        Workers that hold none are left out.
+        One with several ranks may come several times: the last is the one that holds most.
         """
-        named: dict[str, Overlap] = {}
-        for overlap, lanes in self.match(hashes):
-            for name in self.lanes.names(lanes):
-                named[name] = overlap
-        return named
+        names = self.lanes.names
+        return ((overlap, names(lanes)) for overlap, lanes in self.match(hashes))
+
+    def worker_overlaps(self, hashes: Sequence[int]) -> Overlaps:
+        """The leading blocks each worker holds; of several ranks, the one that holds most."""
+        distinct, of = [Overlap()], dict[str, int]()
+        for number, (overlap, names) in enumerate(self.named(hashes), 1):
+            distinct.append(overlap)
+            for name in names:
+                of[name] = number
+        return Overlaps(distinct, of)
+
+    def held(self, hashes: Sequence[int]) -> dict[str, Overlap]:
+        """The same, by the worker's name. Workers that hold none are left out."""
+        return {name: overlap for overlap, names in self.named(hashes) for name in names}
 
     def held_by_rank(self, hashes: Sequence[int]) -> dict[tuple[str, int], Overlap]:
         """The same for every (worker, data-parallel rank)."""
@@ -275,12 +294,7 @@ class KvIndex:
 
     def overlaps(self, hashes: Sequence[int]) -> dict[str, int]:
         """`held`, as numbers of blocks in any tier."""
-        named: dict[str, int] = {}
-        for overlap, lanes in self.match(hashes):
-            blocks = overlap.blocks
-            for name in self.lanes.names(lanes):
-                named[name] = blocks
-        return named
+        return {name: overlap.blocks for overlap, names in self.named(hashes) for name in names}
 
     def blocks(self, holder: Holder, tier: Tier = Tier.DEVICE) -> list[int]:
         """All the index knows a holder to have in one tier. Goes over every run: for diagnosis and tests."""

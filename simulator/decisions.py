@@ -111,7 +111,7 @@ def _candidates(record: DecisionRecord, then: Comparison) -> Candidates:
     return gather(
         Job(then.job),
         Group(_workers(record, then)),
-        index.held(hashes),
+        index.worker_overlaps(hashes),
         len(hashes),
         record.prompt_tokens,
         book,

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from operator import attrgetter
+from typing import NamedTuple
 
 from kvcache.events import Tier
-from kvcache.index import Overlap
+from kvcache.index import Overlap, Overlaps
 from services.router.placements import Book, Load, Pulled, Share
 from services.router.timing import Timing, Timings, pairs_of
 from services.router.workers import Group, Worker
 
-__every_ = ["Candidate", "Candidates", "Job", "gather"]
+__all__ = ["Candidate", "Candidates", "Fit", "Job", "gather"]
 
 
 class Job(StrEnum):
@@ -31,6 +31,17 @@ class Job(StrEnum):
     """Compute the prompt and generate."""
 
 
+class Fit(NamedTuple):
+    """How a prompt fits a worker's cache. Workers that hold the same of it share one."""
+
+    held: int
+    """Leading prompt blocks it holds in any tier, or soon will."""
+    uncached: int
+    """Prompt tokens it would have to compute; loading from a slower tier counts as the tokens it takes as long as."""
+    needed: int
+    """Blocks it would have to find room for: one more than the prompt has, for the answer to begin in."""
+
+
 @dataclass(slots=True)
 class Candidates:
     """Gathered, scored by a policy, kept to explain the decision. Columns are never changed later."""
@@ -40,12 +51,7 @@ class Candidates:
     workers: Sequence[Worker]
     timings: Sequence[Timing]
     """Alive: they go on learning."""
-    held: list[int]
-    """Leading prompt blocks each holds in any tier, or soon will."""
-    uncached: list[int]
-    """Prompt tokens it would have to compute; loading from a slower tier counts as the tokens it takes as long as."""
-    needed: list[int]
-    """Blocks it would have to find room for."""
+    fits: list[Fit]
     requests: list[int]
     """There now; this and the next three as in `placements.Load`."""
     queued_tokens: list[int]
@@ -60,6 +66,21 @@ class Candidates:
 
     def __len__(self) -> int:
         return len(self.workers)
+
+    @property
+    def held(self) -> list[int]:
+        """Of `fits`, made each time it is asked for, as are the next two."""
+        return [fit.held for fit in self.fits]
+
+    @property
+    def uncached(self) -> list[int]:
+        """Of `fits`."""
+        return [fit.uncached for fit in self.fits]
+
+    @property
+    def needed(self) -> list[int]:
+        """Of `fits`."""
+        return [fit.needed for fit in self.fits]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +103,17 @@ class Candidate:
     @property
     def held_blocks(self) -> int:
         """Leading prompt blocks it holds, or soon will."""
-        return self.candidates.held[self.at]
+        return self.candidates.fits[self.at].held
 
     @property
     def uncached_tokens(self) -> int:
         """Prompt tokens it would have to compute."""
-        return self.candidates.uncached[self.at]
+        return self.candidates.fits[self.at].uncached
 
     @property
     def needed_blocks(self) -> int:
         """Blocks it would have to fill, or to read from elsewhere."""
-        return self.candidates.needed[self.at]
+        return self.candidates.fits[self.at].needed
 
     @property
     def used_after(self) -> float:
@@ -156,59 +177,47 @@ def _pulled(overlap: Overlap, block_size: int, prompt_tokens: int) -> Pulled:
 
 
 _LOWER = (Tier.HOST, Tier.DISK, Tier.PEER)
-_REQUESTS, _TOKENS = attrgetter("requests"), attrgetter("queued_tokens")
-_PAIRS, _BLOCKS = attrgetter("queued_pairs"), attrgetter("kv_blocks")
 
 
 def gather(
-    job: Job,
-    group: Group,
-    overlaps: Mapping[str, Overlap],
-    blocks: int,
-    prompt_tokens: int,
-    book: Book,
-    timings: Timings,
+    job: Job, group: Group, overlaps: Overlaps, blocks: int, prompt_tokens: int, book: Book, timings: Timings
 ) -> Candidates:
     """A prompt of `blocks` hashed blocks, held as `overlaps` says, before any worker of the group."""
     loads, times = group.refresh(book, timings)
-    size = group.block_size
-    count = len(group.workers)
-    held = [0] * count
-    uncached = [prompt_tokens] * count
-    sizes = [size] if size else group.block_sizes
-    needed = [prompt_tokens // each + 1 for each in sizes] * (count if size else 1)
-    # One more than the prompt has: for the answer to begin in.
+    distinct, number = overlaps.distinct, overlaps.of.get
+    if group.block_size:
+        fits_of = _fits_of(distinct, blocks, prompt_tokens, group.block_size)
+        fits = [fits_of[number(instance_id, 0)] for instance_id in group.ids]
+    else:
+        by_size = {size: _fits_of(distinct, blocks, prompt_tokens, size) for size in set(group.block_sizes)}
+        rows = zip(group.ids, group.block_sizes, strict=True)
+        fits = [by_size[size][number(instance_id, 0)] for instance_id, size in rows]
     lower: dict[int, Overlap] = {}
-    position = group.position.get
-    alike: Overlap | None = None
-    depth = computed = found_room = 0
-    for instance_id, overlap in overlaps.items():
-        at = position(instance_id)
-        if at is None:
-            continue
-        if overlap is not alike or not size:  # the index names workers with equal overlaps in a row
-            block_size = group.block_sizes[at]
-            if blocks > prompt_tokens // block_size:
-                continue  # hashes of another block size
-            alike = overlap if overlap.blocks == overlap.device else None
-            depth, found_room = overlap.blocks, prompt_tokens // block_size + 1 - overlap.device
-            computed = prompt_tokens - overlap.device * block_size
-            if alike is None:
-                weight = times[at].tier_weight
-                computed -= round(block_size * sum(overlap[tier - 1] * weight(tier) for tier in _LOWER))
+    if any(overlap.blocks != overlap.device for overlap in distinct):
+        for at, instance_id in enumerate(group.ids):
+            overlap, fit = distinct[number(instance_id, 0)], fits[at]
+            if fit.held and overlap.blocks != overlap.device:
                 lower[at] = overlap
-        held[at], uncached[at], needed[at] = depth, computed, found_room
+                weight = times[at].tier_weight
+                worth = sum(overlap[tier - 1] * weight(tier) for tier in _LOWER)
+                fits[at] = fit._replace(uncached=fit.uncached - round(group.block_sizes[at] * worth))
     return Candidates(
         job,
         prompt_tokens,
         group.workers,
         times,
-        held,
-        uncached,
-        needed,
-        list(map(_REQUESTS, loads)),
-        list(map(_TOKENS, loads)),
-        list(map(_PAIRS, loads)),
-        list(map(_BLOCKS, loads)),
+        fits,
+        loads.requests,
+        loads.queued_tokens,
+        loads.queued_pairs,
+        loads.kv_blocks,
         lower,
     )
+
+
+def _fits_of(distinct: Sequence[Overlap], blocks: int, prompt_tokens: int, size: int) -> list[Fit]:
+    """For each overlap, in blocks of so many tokens. What lies in lower tiers is to be taken off `uncached`."""
+    needed = prompt_tokens // size + 1
+    if blocks >= needed:  # hashes of another block size
+        return [Fit(0, prompt_tokens, needed)] * len(distinct)
+    return [Fit(one.blocks, prompt_tokens - one.device * size, needed - one.device) for one in distinct]

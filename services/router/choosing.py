@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from controlplane.errors import Overloaded
-from kvcache.index import Overlap
+from kvcache.index import Overlaps
 from services.router.candidates import Candidate, Candidates, Job, gather
 from services.router.placements import Book
 from services.router.policies import Policy
@@ -31,8 +31,8 @@ class Ask:
 
     request: Request
     now: float
-    overlaps: Mapping[str, Overlap]
-    """Leading blocks held, by worker."""
+    overlaps: Overlaps
+    """Leading blocks that each worker holds, or soon will."""
     home: str
     """The decode worker that its session is at; empty: none."""
     may_wait: bool
@@ -89,8 +89,9 @@ class Chooser:
         if some.count(lowest) == 1:
             return among[some.index(lowest)]
         equals = [at for at in among if scores[at] == lowest]
-        most = max(candidates.held[at] for at in equals)
-        return self._chance.choice([at for at in equals if candidates.held[at] == most])
+        fits = candidates.fits
+        most = max(fits[at].held for at in equals)
+        return self._chance.choice([at for at in equals if fits[at].held == most])
 
     def _draw(self, among: Sequence[int], scores: Sequence[float]) -> int:
         low, high = min(scores), max(scores)
@@ -104,4 +105,4 @@ def _has_room(candidates: Candidates, at: int, backlog: float = 0.0) -> bool:
         return True
     if worker.max_num_seqs and requests >= worker.max_num_seqs * (1 + backlog):
         return False
-    return not worker.total_blocks or candidates.kv_blocks[at] + candidates.needed[at] <= worker.total_blocks
+    return not worker.total_blocks or candidates.kv_blocks[at] + candidates.fits[at].needed <= worker.total_blocks

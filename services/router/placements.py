@@ -6,17 +6,19 @@ until a report can include it. So what a report ever gets wrong, or a lost outco
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvcache.events import Tier
 from kvcache.load import LoadReport
 
-__all__ = ["Book", "Load", "Placement", "Pulled", "Share"]
+__all__ = ["Book", "Load", "LoadColumns", "Placement", "Pulled", "Share"]
 
 ON_THE_WAY_S = 0.1
 """A request that reached its worker less than this before a report came may not be in it."""
 MOST_PLACEMENTS = 100_000
+MOST_CHANGES = 10_000
+"""Kept for those who follow; past it they look at every load again."""
 
 
 @dataclass(slots=True)
@@ -31,6 +33,37 @@ class Load:
     """In use."""
     queued_pairs: float = 0.0
     """Of those prompt tokens with the ones before them (see `timing.py`); an estimate where a report has the tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadColumns:
+    """Many workers' loads: item `i` of each is worker `i`'s."""
+
+    requests: list[int]
+    queued_tokens: list[int]
+    kv_blocks: list[int]
+    queued_pairs: list[float]
+
+    @classmethod
+    def of(cls, loads: Sequence[Load]) -> LoadColumns:
+        """As they are now."""
+        return cls(
+            [load.requests for load in loads],
+            [load.queued_tokens for load in loads],
+            [load.kv_blocks for load in loads],
+            [load.queued_pairs for load in loads],
+        )
+
+    def set(self, at: int, load: Load) -> None:
+        """Worker `at` has this load now."""
+        self.requests[at] = load.requests
+        self.queued_tokens[at] = load.queued_tokens
+        self.kv_blocks[at] = load.kv_blocks
+        self.queued_pairs[at] = load.queued_pairs
+
+    def copy(self) -> LoadColumns:
+        """Apart from this."""
+        return LoadColumns(self.requests[:], self.queued_tokens[:], self.kv_blocks[:], self.queued_pairs[:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +132,9 @@ class Book:
         """Oldest first."""
         self._accounts: dict[str, _Account] = {}
         self.generation = 0
-        """Grows when a worker's load becomes another object."""
+        """Grows when a worker's load becomes another object, or `changed` begins anew."""
+        self.changed: list[str] = []
+        """Workers whose load changed in this generation, in that order. For reading."""
 
     def __len__(self) -> int:
         """Placements in flight."""
@@ -163,11 +198,12 @@ class Book:
         for share in account.shares.values():
             if share.arrived_at is None or share.arrived_at > now - ON_THE_WAY_S:
                 _count(load, share, 1)
+        self._note(report.instance_id)
 
     def forget(self, instance_id: str) -> None:
         """The worker is gone, or has begun anew."""
         if self._accounts.pop(instance_id, None) is not None:
-            self.generation += 1
+            self._begin_generation()
 
     def expire(self, now: float) -> None:
         """Drops placements of which nothing was heard for too long, and the oldest past the bound."""
@@ -181,11 +217,13 @@ class Book:
         account = self._account(share.instance_id)
         account.shares[request_id] = share
         _count(account.load, share, 1)
+        self._note(share.instance_id)
 
     def _remove(self, request_id: str, share: Share) -> None:
         account = self._accounts.get(share.instance_id)
         if account is not None and account.shares.pop(request_id, None) is not None:
             _count(account.load, share, -1)
+            self._note(share.instance_id)
 
     def _drop(self, request_id: str) -> None:
         placement = self._placements.pop(request_id, None)
@@ -199,6 +237,7 @@ class Book:
         if account is not None:
             account.load.queued_tokens = max(0, account.load.queued_tokens - share.tokens)
             account.load.queued_pairs = max(0.0, account.load.queued_pairs - share.pairs)
+            self._note(share.instance_id)
         share.tokens, share.pairs = 0, 0.0
 
     def _account(self, instance_id: str) -> _Account:
@@ -206,6 +245,15 @@ class Book:
         if account is None:
             account = self._accounts[instance_id] = _Account()
         return account
+
+    def _note(self, instance_id: str) -> None:
+        self.changed.append(instance_id)
+        if len(self.changed) > MOST_CHANGES:
+            self._begin_generation()
+
+    def _begin_generation(self) -> None:
+        self.generation += 1
+        self.changed.clear()
 
 
 def _count(load: Load, share: Share, sign: int) -> None:

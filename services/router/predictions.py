@@ -10,7 +10,7 @@ That is a guess: what the engine evicts earlier, or computes for others, is not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvcache.index import Holder, KvIndex
 
@@ -78,17 +78,13 @@ class Predictions:
             self._turn(memory, now)
         self._index.store(memory.young, None, some)
 
-    def overlaps(self, hashes: Sequence[int], now: float) -> dict[str, int]:
-        """Leading blocks that each worker will soon hold."""
+    def depths(self, hashes: Sequence[int], now: float) -> Iterator[tuple[int, Sequence[str]]]:
+        """(leading blocks, workers that will soon hold so many), fewest first. One may come twice."""
         if now >= self._look_at:
             self._expire(now)
-        if not self._memories:
-            return {}
         blocks = len(hashes)
-        return {
-            instance_id: min(overlap.blocks * STRIDE, blocks)
-            for instance_id, overlap in self._index.held(sparse(hashes)).items()
-        }
+        for overlap, names in self._index.named(sparse(hashes)) if self._memories else ():
+            yield min(overlap.blocks * STRIDE, blocks), names
 
     def forget(self, instance_id: str) -> None:
         """The worker is gone, or has begun anew."""

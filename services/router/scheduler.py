@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from controlplane.errors import InvalidRequest, NotFound, Unavailable
-from kvcache.index import KvIndex, Overlap
+from kvcache.index import KvIndex, Overlap, Overlaps
 from kvcache.load import LoadReport
 from services.router.candidates import Candidate, Job
 from services.router.choosing import Ask, Chooser, NoRoom
@@ -14,7 +14,7 @@ from services.router.decision import Decision
 from services.router.history import History
 from services.router.placements import Book, Share
 from services.router.policies import Policy
-from services.router.predictions import Predictions
+from services.router.predictions import Predictions, sparse
 from services.router.request import Request
 from services.router.sessions import Sessions
 from services.router.timing import Timings, pairs_of
@@ -90,7 +90,7 @@ class Scheduler:
 
     def uncached_tokens(self, request: Request, now: float) -> int:
         """The fewest prompt tokens that any worker would have to compute: what the request costs at best."""
-        held = max((one.blocks for one in self._overlaps(request.block_hashes, now).values()), default=0)
+        held = max(one.blocks for one in self._overlaps(request.block_hashes, now).distinct)
         blocks = len(request.block_hashes)
         return request.prompt_tokens - (request.prompt_tokens * held // blocks if blocks else 0)
 
@@ -103,11 +103,11 @@ class Scheduler:
         before = 0
         if choice.paired.workers:
             loads = choice.prefill_for(choice.paired.workers[0]).refresh(self._book, self._timings)[0]
-            before = len(loads) * min(load.requests for load in loads)
+            before = len(loads.requests) * min(loads.requests)
         loads = choice.decode.refresh(self._book, self._timings)[0]
-        rows = zip(loads, choice.decode.workers, strict=True)
-        beyond = min((load.requests - one.max_num_seqs for load, one in rows if one.max_num_seqs), default=0)
-        return before + len(loads) * max(beyond, 0)
+        rows = zip(loads.requests, choice.decode.workers, strict=True)
+        beyond = min((requests - one.max_num_seqs for requests, one in rows if one.max_num_seqs), default=0)
+        return before + len(loads.requests) * max(beyond, 0)
 
     def _pool(self, request: Request) -> Pool:
         if request.prompt_tokens < 1:
@@ -118,12 +118,18 @@ class Scheduler:
             raise NotFound(f"no worker serves the model {request.model!r}; known: {known}", param="model")
         return pool
 
-    def _overlaps(self, hashes: Sequence[int], now: float) -> dict[str, Overlap]:
-        overlaps = self._index.held(hashes)
-        for instance_id, depth in self._predictions.overlaps(hashes, now).items():
-            known = overlaps.get(instance_id)
-            if known is None or depth > known.blocks:
-                overlaps[instance_id] = Overlap(device=depth)
+    def _overlaps(self, hashes: Sequence[int], now: float) -> Overlaps:
+        """What each worker holds, or soon will."""
+        overlaps = self._index.worker_overlaps(hashes)
+        distinct, of = overlaps
+        blocks = [one.blocks for one in distinct]
+        for depth, names in self._predictions.depths(hashes, now):
+            deeper = [name for name in names if depth > blocks[of.get(name, 0)]]
+            if deeper:
+                for name in deeper:
+                    of[name] = len(distinct)
+                distinct.append(Overlap(device=depth))
+                blocks.append(depth)
         return overlaps
 
     def _choose_pair(self, choice: Choice, ask: Ask) -> tuple[Candidate, Candidate | None, str]:
@@ -145,7 +151,7 @@ class Scheduler:
     def _enter(self, decision: Decision) -> None:
         request, now = decision.request, decision.at
         decode, prefill = decision.decode.worker, decision.prefill
-        hashes = request.block_hashes
+        some_hashes = sparse(request.block_hashes)
         if prefill is None:
             share = decision.decode.share(computes=True, arrived_at=now)
             self._book.place(request.request_id, share, None, now, frontend_id=request.frontend_id)
@@ -153,9 +159,9 @@ class Scheduler:
             decode_share = decision.decode.share(computes=False, arrived_at=None)
             prefill_share = prefill.share(computes=True, arrived_at=now)
             self._book.place(request.request_id, decode_share, prefill_share, now, frontend_id=request.frontend_id)
-            self._predictions.add(prefill.worker.instance_id, hashes, now)
+            self._predictions.add_sparse(prefill.worker.instance_id, some_hashes, now)
             self._policy.chosen(Job.PREFILL, prefill.worker, now)
-        self._predictions.add(decode.instance_id, hashes, now)
+        self._predictions.add_sparse(decode.instance_id, some_hashes, now)
         self._policy.chosen(decision.decode.candidates.job, decode, now)
         if request.session_id:
             self._sessions.settle(request.session_id, decode.instance_id, now)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from controlplane.instances import Instance, State
 from kvcache.format import KvFormat
-from services.router.placements import Book, Load
+from services.router.placements import Book, Load, LoadColumns
 from services.router.request import Request
 from services.router.timing import Timing, Timings
 
@@ -53,27 +53,38 @@ class Worker:
 class Group:
     """Workers that are asked for together, again and again: what is looked up by name is looked up once."""
 
-    __slots__ = ("_generation", "_loads", "_timings", "block_size", "block_sizes", "position", "workers")
+    __slots__ = ("_columns", "_generation", "_loads", "_seen", "_timings", "block_size", "block_sizes", "ids",
+                 "position", "workers")  # fmt: skip
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self.workers = tuple(workers)
-        self.position = {worker.instance_id: at for at, worker in enumerate(self.workers)}
+        self.ids = [worker.instance_id for worker in self.workers]
+        self.position = {instance_id: at for at, instance_id in enumerate(self.ids)}
         self.block_sizes = [worker.format.block_size for worker in self.workers]
         self.block_size = self.block_sizes[0] if len(set(self.block_sizes)) == 1 else 0
         """0: they differ."""
         self._generation = (-1, -1)
+        self._seen = 0
+        """Of `Book.changed`."""
         self._loads: list[Load] = []
         self._timings: list[Timing] = []
+        self._columns = LoadColumns([], [], [], [])
 
-    def refresh(self, book: Book, timings: Timings) -> tuple[list[Load], list[Timing]]:
-        """Every worker's load and timing."""
+    def refresh(self, book: Book, timings: Timings) -> tuple[LoadColumns, list[Timing]]:
+        """Every worker's load and timing. The columns are the caller's own."""
         generation = (book.generation, timings.generation)
         if generation != self._generation:
-            self._loads = [book.load(worker.instance_id) for worker in self.workers]
+            self._loads = [book.load(instance_id) for instance_id in self.ids]
             # Of one model in either role: a decode worker that never computed a prompt is as fast as those that did.
             self._timings = [timings.of(one.instance_id, one.format.model_fingerprint) for one in self.workers]
+            self._columns = LoadColumns.of(self._loads)
             self._generation = generation
-        return self._loads, self._timings
+        else:
+            for instance_id in book.changed[self._seen :]:
+                if (at := self.position.get(instance_id)) is not None:
+                    self._columns.set(at, self._loads[at])
+        self._seen = len(book.changed)
+        return self._columns.copy(), self._timings
 
 
 class Choice:

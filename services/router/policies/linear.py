@@ -33,13 +33,13 @@ class Linear:
 
     def score(self, candidates: Candidates) -> list[float]:
         """See the class."""
-        held_and_needed = map(int.__add__, candidates.held, candidates.needed)
-        resident = list(map(int.__add__, candidates.kv_blocks, held_and_needed))
+        columns = zip(candidates.kv_blocks, candidates.fits, strict=True)
+        resident = [blocks + fit.held + fit.needed for blocks, fit in columns]
         if candidates.job is Job.DECODE:
             return [float(blocks) for blocks in resident]
         weight = self._weight / candidates.workers[0].format.block_size
-        rows = zip(candidates.queued_tokens, candidates.uncached, resident, strict=True)
-        return [weight * (queued + uncached) + blocks for queued, uncached, blocks in rows]
+        rows = zip(candidates.queued_tokens, candidates.fits, resident, strict=True)
+        return [weight * (queued + fit.uncached) + blocks for queued, fit, blocks in rows]
 
     def chosen(self, job: Job, worker: Worker, now: float) -> None:
         """Nothing to remember."""

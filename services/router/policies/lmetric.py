@@ -33,12 +33,13 @@ class Lmetric:
     def score(self, candidates: Candidates) -> list[float]:
         """See the class."""
         if candidates.job is Job.DECODE:
-            columns = zip(candidates.requests, candidates.kv_blocks, candidates.needed, strict=True)
-            return [(requests + 1) * (blocks + needed) for requests, blocks, needed in columns]
+            columns = zip(candidates.requests, candidates.kv_blocks, candidates.fits, strict=True)
+            return [(requests + 1) * (blocks + fit.needed) for requests, blocks, fit in columns]
         block = candidates.workers[0].format.block_size
-        rows = zip(candidates.queued_tokens, candidates.uncached, candidates.requests, strict=True)
+        rows = zip(candidates.queued_tokens, candidates.fits, candidates.requests, strict=True)
         return [
-            (queued + (uncached if uncached > block else block)) * (requests + 1) for queued, uncached, requests in rows
+            (queued + (fit.uncached if fit.uncached > block else block)) * (requests + 1)
+            for queued, fit, requests in rows
         ]
 
     def chosen(self, job: Job, worker: Worker, now: float) -> None:

@@ -58,9 +58,9 @@ class Ttft:
         """See the class."""
         scores = self._decode(candidates) if candidates.job is Job.DECODE else self._prefill(candidates)
         most_used = self._most_used
-        rows = zip(candidates.workers, candidates.kv_blocks, candidates.needed, strict=True)
-        for at, (worker, blocks, needed) in enumerate(rows):
-            if blocks + needed > most_used * worker.total_blocks and worker.total_blocks:
+        rows = zip(candidates.workers, candidates.kv_blocks, candidates.fits, strict=True)
+        for at, (worker, blocks, fit) in enumerate(rows):
+            if blocks + fit.needed > most_used * worker.total_blocks and worker.total_blocks:
                 scores[at] += _BEHIND_S
         if self._max_itl_s and candidates.job is not Job.PREFILL:
             for at, step_s in enumerate(_steps(candidates)):
@@ -81,10 +81,11 @@ class Ttft:
         gap = self._gaps.get(candidates.job, 0.0)
         rate = 1.0 / (gap * len(candidates)) if gap > 0 else 0.0
         waits, owns, scores = [], [], []
-        for timing, queued, queued_pairs, uncached, requests in zip(
-            candidates.timings, candidates.queued_tokens, candidates.queued_pairs, candidates.uncached,
+        for timing, queued, queued_pairs, fit, requests in zip(
+            candidates.timings, candidates.queued_tokens, candidates.queued_pairs, candidates.fits,
             candidates.requests, strict=True,
         ):  # fmt: skip
+            uncached = fit.uncached
             per_token, per_pair = timing.per_token, timing.per_pair
             wait = timing.base + per_token * queued + per_pair * queued_pairs
             own = per_token * uncached + per_pair * pairs_of(uncached, prompt)
@@ -96,8 +97,8 @@ class Ttft:
         return scores
 
     def _decode(self, candidates: Candidates) -> list[float]:
-        rows = zip(candidates.timings, candidates.uncached, strict=True)
-        transfers = [timing.transfer_s(uncached) for timing, uncached in rows]
+        rows = zip(candidates.timings, candidates.fits, strict=True)
+        transfers = [timing.transfer_s(fit.uncached) for timing, fit in rows]
         steps = _steps(candidates)
         candidates.terms = {"transfer_s": transfers, "step_s": steps}
         return [transfer + _ANSWER_TOKENS * step for transfer, step in zip(transfers, steps, strict=True)]
@@ -105,5 +106,5 @@ class Ttft:
 
 def _steps(candidates: Candidates) -> list[float]:
     """Predicted inter-token time with the request."""
-    rows = zip(candidates.timings, candidates.requests, candidates.kv_blocks, candidates.needed, strict=True)
-    return [timing.step_s(requests + 1, blocks + needed) for timing, requests, blocks, needed in rows]
+    rows = zip(candidates.timings, candidates.requests, candidates.kv_blocks, candidates.fits, strict=True)
+    return [timing.step_s(requests + 1, blocks + fit.needed) for timing, requests, blocks, fit in rows]

@@ -75,7 +75,10 @@ class Bench:
             for (name, _), overlap in true.items():
                 best[name] = max(best.get(name, 0), overlap.blocks)
             assert self.index.overlaps(hashes) == best
-            assert all(overlap in true.values() for overlap in self.index.held(hashes).values())
+            held = self.index.held(hashes)
+            assert all(overlap in true.values() for overlap in held.values())
+            distinct, of = self.index.worker_overlaps(hashes)
+            assert {name: distinct[number] for name, number in of.items()} == held
         for rank, holder in self.holders.items():
             pairs = [block for tier in Tier for block in self.held[rank][tier]]
             assert (holder.count, holder.xor) == (len(pairs), reduce(xor, pairs, 0))

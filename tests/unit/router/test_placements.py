@@ -3,12 +3,19 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controlplane.instances import State
+from kvcache.format import KvFormat
 from kvcache.load import LoadReport
 from services.router import placements
-from services.router.placements import Book, Load, Share
+from services.router.placements import Book, Load, LoadColumns, Share
+from services.router.timing import Timings
+from services.router.workers import Group, Worker
+
+FORMAT = KvFormat("fingerprint", "float32", 16, "nhd", "test", "1", "tp1-pp1")
 
 
 def share(worker: str, *, tokens: int = 0, blocks: int = 0, at: float | None = 0.0) -> Share:
@@ -150,3 +157,29 @@ def test_loads_are_never_negative_and_end_at_zero_when_all_is_freed(chance: rand
         book.report(report(worker), now=steps + 1)
         assert book.load(worker) == Load()
     assert len(book) == 0
+
+
+@pytest.mark.parametrize("most", [3, 10_000])
+def test_columns_that_follow_the_book_say_what_every_load_is(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(placements, "MOST_CHANGES", most)
+    chance, book, timings = random.Random(3), Book(ttl_s=20), Timings()
+    groups = [Group([Worker(name, 1, "", "decode", State.READY, FORMAT) for name in names]) for names in ("abc", "cd")]
+    for now in range(500):
+        name = f"r{chance.randrange(20)}"
+        prefill = share(chance.choice("bd"), tokens=chance.randrange(9), at=now) if now % 2 else None
+        match chance.randrange(6):
+            case 0 | 1:
+                book.place(name, share(chance.choice("abcd"), tokens=chance.randrange(9), at=None), prefill, now)
+            case 2:
+                book.prefilled(name, now)
+            case 3:
+                book.computed(name)
+            case 4:
+                book.report(report(chance.choice("abcd"), requests=chance.randrange(3)), now)
+            case 5 if now % 5 == 0:
+                book.forget(chance.choice("abcd"))
+        if chance.random() < 0.3:
+            group = chance.choice(groups)
+            columns, _ = group.refresh(book, timings)
+            assert columns == LoadColumns.of([book.load(name) for name in group.ids])
+            columns.requests[0] = -1  # the caller's own

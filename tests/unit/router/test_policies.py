@@ -4,7 +4,7 @@ import pytest
 
 from controlplane.instances import State
 from kvcache.format import KvFormat
-from kvcache.index import Overlap
+from kvcache.index import Overlap, Overlaps
 from services.router.candidates import Candidates, Job, gather
 from services.router.placements import Book, Load, Share
 from services.router.policies import POLICIES, LeastLoaded, Linear, Lmetric, Parameters, RoundRobin, simple
@@ -28,7 +28,10 @@ def candidates(job: Job, *loads: Load, held: dict[int, int] | None = None, promp
             share = Share(str(at), load.queued_tokens if first else 0, load.kv_blocks if first else 0, 0)
             book.place(f"{at}-{number}", share, None, 0)
     group = Group([worker(str(at)) for at in range(len(loads))])
-    overlaps = {str(at): Overlap(blocks) for at, blocks in (held or {}).items()}
+    overlaps = Overlaps([Overlap()], {})
+    for at, blocks in (held or {}).items():
+        overlaps.of[str(at)] = len(overlaps.distinct)
+        overlaps.distinct.append(Overlap(blocks))
     return gather(job, group, overlaps, prompt // 16, prompt, book, Timings())
 
 
@@ -64,7 +67,7 @@ def test_round_robin_takes_the_one_whose_turn_is_longest_ago() -> None:
 
     def turn() -> str:
         group = Group([worker(name) for name in names])
-        scores = policy.score(gather(Job.WHOLE, group, {}, 0, 9, Book(60), Timings()))
+        scores = policy.score(gather(Job.WHOLE, group, Overlaps([Overlap()], {}), 0, 9, Book(60), Timings()))
         best = group.workers[scores.index(min(scores))]
         policy.chosen(Job.WHOLE, best, 0)
         return best.instance_id

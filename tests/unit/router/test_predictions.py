@@ -1,41 +1,47 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from services.router.predictions import LIFE_S, STRIDE, Predictions
 
 PROMPT = list(range(1, 42))
 
 
+def overlaps(predictions: Predictions, hashes: Sequence[int], now: float) -> dict[str, int]:
+    return {name: depth for depth, names in predictions.depths(hashes, now) for name in names}
+
+
 def test_a_placed_prompt_is_soon_there_to_the_last_block() -> None:
     predictions = Predictions()
     predictions.add("p", PROMPT, now=100)
-    assert predictions.overlaps(PROMPT, now=100) == {"p": 41}
-    assert predictions.overlaps(PROMPT[:3], now=100) == {}  # below the stride: a hint may be short
+    assert overlaps(predictions, PROMPT, now=100) == {"p": 41}
+    assert overlaps(predictions, PROMPT[:3], now=100) == {}  # below the stride: a hint may be short
 
 
 def test_a_prompt_that_shares_its_beginning_is_predicted_down_to_the_stride() -> None:
     predictions = Predictions()
     predictions.add("p", PROMPT, now=100)
     other = [*PROMPT[:30], *range(1000, 1040)]
-    assert predictions.overlaps(other, now=100) == {"p": 30 // STRIDE * STRIDE}
-    assert predictions.overlaps(range(500, 600), now=100) == {}
+    assert overlaps(predictions, other, now=100) == {"p": 30 // STRIDE * STRIDE}
+    assert overlaps(predictions, range(500, 600), now=100) == {}
 
 
 def test_predictions_end_by_themselves() -> None:
     predictions = Predictions()
     predictions.add("p", PROMPT, now=100)
     predictions.add("q", PROMPT, now=100 + 1.5 * LIFE_S)
-    assert predictions.overlaps(PROMPT, now=100 + 1.5 * LIFE_S) == {"p": 41, "q": 41}
-    assert predictions.overlaps(PROMPT, now=100 + 2.5 * LIFE_S) == {"q": 41}
-    assert predictions.overlaps(PROMPT, now=100 + 9 * LIFE_S) == {}
+    assert overlaps(predictions, PROMPT, now=100 + 1.5 * LIFE_S) == {"p": 41, "q": 41}
+    assert overlaps(predictions, PROMPT, now=100 + 2.5 * LIFE_S) == {"q": 41}
+    assert overlaps(predictions, PROMPT, now=100 + 9 * LIFE_S) == {}
 
 
 def test_a_lost_worker_has_no_future() -> None:
     predictions = Predictions()
     predictions.add("p", PROMPT, now=100)
     predictions.forget("p")
-    assert predictions.overlaps(PROMPT, now=100) == {}
+    assert overlaps(predictions, PROMPT, now=100) == {}
     predictions.add("p", PROMPT, now=101)
-    assert predictions.overlaps(PROMPT, now=101) == {"p": 41}
+    assert overlaps(predictions, PROMPT, now=101) == {"p": 41}
 
 
 def test_memory_is_bounded_however_fast_prompts_come() -> None:
@@ -43,7 +49,7 @@ def test_memory_is_bounded_however_fast_prompts_come() -> None:
     for start in range(0, 50_000, 500):
         predictions.add("p", range(start + 1, start + 501), now=100)
         assert len(predictions) <= 1000
-        assert predictions.overlaps(range(start + 1, start + 501), now=100) == {"p": 500}
+        assert overlaps(predictions, range(start + 1, start + 501), now=100) == {"p": 500}
 
 
 def test_placements_on_a_worker_that_tells_nothing_are_remembered_for_longer() -> None:
@@ -51,9 +57,9 @@ def test_placements_on_a_worker_that_tells_nothing_are_remembered_for_longer() -
     predictions.set_silent({"silent": 10_000})
     for worker in ("silent", "telling"):
         predictions.add(worker, PROMPT, now=0)
-    assert predictions.overlaps(PROMPT, now=1) == {"silent": 41, "telling": 41}
-    assert predictions.overlaps(PROMPT, now=90) == {"silent": 41}
-    assert predictions.overlaps(PROMPT, now=201) == {}
+    assert overlaps(predictions, PROMPT, now=1) == {"silent": 41, "telling": 41}
+    assert overlaps(predictions, PROMPT, now=90) == {"silent": 41}
+    assert overlaps(predictions, PROMPT, now=201) == {}
 
 
 def test_no_more_is_remembered_of_a_silent_worker_than_it_has_room_for_and_the_latest_stays() -> None:
@@ -62,16 +68,16 @@ def test_no_more_is_remembered_of_a_silent_worker_than_it_has_room_for_and_the_l
     prompts = [range(1 + 1000 * at, 1 + 1000 * at + 5 * STRIDE) for at in range(9)]
     for prompt in prompts:
         predictions.add("silent", prompt, now=0)
-        assert predictions.overlaps(prompt, now=0) == {"silent": 5 * STRIDE}
-        remembered = [one for one in prompts if predictions.overlaps(one, now=0)]
+        assert overlaps(predictions, prompt, now=0) == {"silent": 5 * STRIDE}
+        remembered = [one for one in prompts if overlaps(predictions, one, now=0)]
         assert len(remembered) <= 4
         assert len(predictions) <= 20 + 10  # some wait to be swept out
     huge = range(10**6, 10**6 + 100 * STRIDE)
     predictions.add("silent", huge, now=0)
-    assert predictions.overlaps(huge, now=0) == {"silent": 10 * STRIDE}
+    assert overlaps(predictions, huge, now=0) == {"silent": 10 * STRIDE}
 
 
 def test_an_empty_prompt_predicts_nothing() -> None:
     predictions = Predictions()
     predictions.add("p", [], now=100)
-    assert predictions.overlaps([], now=100) == {}
+    assert overlaps(predictions, [], now=100) == {}
