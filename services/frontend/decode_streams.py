@@ -18,7 +18,7 @@ from controlplane.grpc_errors import from_rpc_error
 from controlplane.telemetry import Logger, get_logger
 from services.frontend.answer import Answer
 from services.frontend.metrics import FrontendMetrics
-from services.frontend.migration import FrontendFailed
+from services.frontend.migration import FrontendFailed, FrontendStops
 from services.frontend.progress import Progress, Pulse
 from tokenmill.decode.v1 import decode_pb2, decode_pb2_grpc
 
@@ -131,7 +131,7 @@ class DecodeStream:
                 if isinstance(one, grpc.aio.AioRpcError | EngineFailed)
             )
         finally:
-            self._fail_all(Unavailable(f"the stream to the decode worker at {self.address} {self._end_reason}"))
+            self.fail(Unavailable(f"the stream to the decode worker at {self.address} {self._end_reason}"))
 
     def tick(self) -> None:
         """Once a second: ends a stream that has gone silent."""
@@ -145,6 +145,19 @@ class DecodeStream:
         if self._call is not None:
             self._call.cancel()
 
+    def fail(self, error: TokenmillError) -> None:
+        """Ends the stream, and with it all answers that are to come by it."""
+        self.close(self._end_reason)
+        if not self.attached.done():
+            self.attached.set_exception(error)
+        elif self._end_reason != "was closed":
+            self._metrics.lost_streams.inc()
+            self._log.warning("decode worker lost", address=self.address, answers=self.load, reason=self._end_reason)
+        for answer in self._answers.values():
+            answer.fail(error)
+        self._answers.clear()
+        self._progress.clear()
+
     def _judge(self, message: decode_pb2.Pulse) -> None:
         """Gives up the answers that this worker does not go on with, though it lives."""
         pulse = Pulse(message.waiting_requests, message.queued_prefill_tokens, message.step_time_us * 1e-6)
@@ -156,18 +169,6 @@ class DecodeStream:
     def _pop(self, slot: int) -> Answer | None:
         self._progress.pop(slot, None)
         return self._answers.pop(slot, None)
-
-    def _fail_all(self, error: TokenmillError) -> None:
-        self.close(self._end_reason)
-        if not self.attached.done():
-            self.attached.set_exception(error)
-        elif self._end_reason != "was closed":
-            self._metrics.lost_streams.inc()
-            self._log.warning("decode worker lost", address=self.address, answers=self.load, reason=self._end_reason)
-        for answer in self._answers.values():
-            answer.fail(error)
-        self._answers.clear()
-        self._progress.clear()
 
     def _stop(self, slot: int) -> None:
         """A stop string ended the answer; the worker's last word, its usage, is waited for a little."""
@@ -226,7 +227,10 @@ class DecodeStreams:
                     for stream in list(self._streams.values()):
                         stream.tick()
             finally:
-                self._tasks = None  # who loses a stream now opens no other
+                self._tasks = None
+                for stream in list(self._streams.values()):
+                    stream.close()
+                    stream.fail(_stops())
 
     def follow(self, addresses: frozenset[str]) -> None:
         """The workers there are. One that left keeps its stream until its last answer is done."""
@@ -270,7 +274,7 @@ class DecodeStreams:
 
     def _open(self, address: str) -> DecodeStream:
         if self._tasks is None:
-            raise Unavailable("this frontend is starting or stopping; try again", retry_after_s=_RETRY_AFTER_S)
+            raise _stops()
         stream = DecodeStream(address, self._channels.get(address), self._metrics, self._log)
         self._streams[address] = stream
         self._tasks.create_task(self._read(stream), name=f"decode stream {address}")
@@ -283,3 +287,7 @@ class DecodeStreams:
         finally:
             del self._streams[stream.address]
             self.on_change()
+
+
+def _stops() -> FrontendStops:
+    return FrontendStops("this frontend is stopping; try again", retry_after_s=_RETRY_AFTER_S)

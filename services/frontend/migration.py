@@ -13,17 +13,21 @@ from __future__ import annotations
 
 from enum import Enum
 
-from controlplane.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest, TokenmillError
+from controlplane.errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest, TokenmillError, Unavailable
 from engines.base import SamplingParams
 
-__all__ = ["FrontendFailed", "Move", "next_move"]
+__all__ = ["FrontendFailed", "FrontendStops", "Move", "next_move"]
 
 
 class FrontendFailed(EngineFailed):
     """A mistake of this frontend's own. What it knows of the answer cannot be relied on any more."""
 
 
-_FINAL = (InvalidRequest, DeadlineExceeded, Cancelled, FrontendFailed)
+class FrontendStops(Unavailable):
+    """This frontend reaches no worker any more; another one does."""
+
+
+_FINAL = (InvalidRequest, DeadlineExceeded, Cancelled, FrontendFailed, FrontendStops)
 """Another worker would say the same, or nobody waits for the answer any more."""
 
 
