@@ -27,7 +27,7 @@ from tokenmill.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from .peers import Frontend, until
 
 PROMPT = [256 + (7 * i) % 200 for i in range(100)]
-START_TIMEOUT_S = 30
+START_TIMEOUT_S = 120
 
 
 @dataclass
