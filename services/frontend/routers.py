@@ -19,6 +19,7 @@ from services.frontend.breaker import Breakers, Outcome
 from services.frontend.calls import left_s, metadata, result
 from services.frontend.generation import Generation
 from services.frontend.reports import Reports
+from services.frontend.sampling import needed_capabilities
 from services.frontend.settings import FrontendSettings
 from tokenmill.router.v1 import router_pb2, router_pb2_grpc
 
@@ -137,6 +138,7 @@ class Routers:
             priority=routing.priority,
             tenant=routing.tenant,
             labels=routing.labels,
+            capabilities=needed_capabilities(generation.sampling, routing.priority),
             session_id=routing.session_id,
             session_hard=routing.session_hard,
             pinned_instance=routing.worker,

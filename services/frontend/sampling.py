@@ -7,7 +7,7 @@ from engines.base import Capability, SamplingParams
 from services.frontend.fields import Fields
 from tokenmill.common.v1 import common_pb2
 
-__all__ = ["check_capabilities", "read_sampling", "read_token_ids", "sampling_to_proto"]
+__all__ = ["check_capabilities", "needed_capabilities", "read_sampling", "read_token_ids", "sampling_to_proto"]
 
 _MAX_UINT32 = 2**32 - 1
 _MAX_STOP_TOKEN_IDS = 1024
@@ -55,8 +55,8 @@ def read_token_ids(fields: Fields, name: str, *, most: int) -> tuple[int, ...]:
     return tuple(value)
 
 
-def check_capabilities(sampling: SamplingParams, priority: int, model: str, capabilities: tuple[str, ...]) -> None:
-    """Raises `Unsupported` for what the model's engine said it lacks."""
+def needed_capabilities(sampling: SamplingParams, priority: int) -> dict[Capability, str]:
+    """What an engine must be capable of, and the field that needs it."""
     penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
     asked = (
         (sampling.logprobs is not None, Capability.LOGPROBS, "logprobs"),
@@ -65,8 +65,13 @@ def check_capabilities(sampling: SamplingParams, priority: int, model: str, capa
         (sampling.min_tokens > 0, Capability.MIN_TOKENS, "min_tokens"),
         (priority != 0, Capability.PRIORITY, "priority"),
     )
-    for wanted, capability, param in asked:
-        if wanted and capability not in capabilities:
+    return {capability: param for wanted, capability, param in asked if wanted}
+
+
+def check_capabilities(sampling: SamplingParams, priority: int, model: str, capabilities: tuple[str, ...]) -> None:
+    """Raises `Unsupported` for what the model's engine said it lacks."""
+    for capability, param in needed_capabilities(sampling, priority).items():
+        if capability not in capabilities:
             raise Unsupported(f"the engine that serves {model} cannot do {capability.value}; leave it out", param=param)
 
 

@@ -34,7 +34,8 @@ class Ttft:
 
     Constraints: a worker that would have less than `kv_headroom` of its blocks left, or (WHOLE, DECODE) whose predicted
     step is over `max_itl_ms`, comes after all that keep to it. Remote prefill is taken only where PREFILL's
-    score and the transfer are less than the WHOLE score of the best decode worker: what it would cost there.
+    score and the transfer are less than the WHOLE score of the best decode worker, what it would cost there, or where
+    that worker would have more than a third of its KV blocks in use.
     Inputs: fitted times of each worker (`timing.py`), load reports and own placements, overlap from the index and
     predictions, own arrivals.
     Parameters: kv_headroom (0.05), max_itl_ms (0: no limit).

@@ -142,6 +142,7 @@ async def test_what_the_client_says_of_its_turn_and_its_place_reaches_the_router
         assert (asked.priority, asked.tenant, asked.pinned_instance) == (-7, "team-a", "d-9")
         assert (asked.session_id, asked.session_hard) == (session, True)
         assert dict(asked.labels) == {"zone": "eu", "gpu": "h200"}
+        assert asked.capabilities == ["priority"]
         assert 0 < asked.timeout_ms <= 600_000
 
 
