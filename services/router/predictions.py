@@ -60,10 +60,6 @@ class Predictions:
         """All workers that tell of no blocks now, and how many KV blocks each has."""
         self._silent = workers
 
-    def add(self, instance_id: str, hashes: Sequence[int], now: float) -> None:
-        """This prompt was placed there."""
-        self.add_sparse(instance_id, sparse(hashes), now)
-
     def add_sparse(self, instance_id: str, some: Sequence[int], now: float) -> None:
         """A prompt of which `sparse` left these hashes was placed there."""
         memory = self._memories.get(instance_id)
