@@ -13,10 +13,15 @@ __all__ = ["PS", "Timeline"]
 
 PS = 10**12
 """Picoseconds in a second."""
+_AFTER_STEPS = 1 << 30
 
 
 class Timeline:
-    """Runs actions in the order of their times; of equal times, ends of steps first, then by when they were added."""
+    """Runs actions in the order of their times; of equal times by `order`, then by when they were added.
+
+    Ends of steps have their worker's number for an order, and come before all else: whether a worker's next step was
+    known long before or only just now must not decide which of two comes first.
+    """
 
     def __init__(self) -> None:
         self.now_ps = 0
@@ -28,10 +33,10 @@ class Timeline:
         """Seconds since the beginning."""
         return self.now_ps / PS
 
-    def at(self, time_ps: int, action: Callable[..., object], argument: Any, *, first: bool = False) -> None:
+    def at(self, time_ps: int, action: Callable[..., object], argument: Any, *, order: int = _AFTER_STEPS) -> None:
         """Calls `action(argument)` then."""
         self._added += 1
-        heapq.heappush(self._due, (time_ps, 0 if first else 1, self._added, action, argument))
+        heapq.heappush(self._due, (time_ps, order, self._added, action, argument))
 
     def after(self, delay_s: float, action: Callable[..., object], argument: Any) -> None:
         """Calls `action(argument)` so much later."""

@@ -106,8 +106,20 @@ class _Replay:
         self._on_progress = on_progress
         roles = ["prefill"] * cluster.prefill + ["decode"] * cluster.decode
         self._workers = {
-            name: SimWorker(name, role, cluster.profile, cluster.block_size, self.timeline, self, collapse=collapse)
-            for name, role in ((f"{role}-{number:03}", role) for number, role in enumerate(roles))
+            worker.instance_id: worker
+            for worker in (
+                SimWorker(
+                    f"{role}-{number:03}",
+                    number,
+                    role,
+                    cluster.profile,
+                    cluster.block_size,
+                    self.timeline,
+                    self,
+                    collapse=collapse,
+                )
+                for number, role in enumerate(roles)
+            )
         }
         self._router = VirtualRouter(
             settings, list(self._workers.values()), cluster.profile, cluster.block_size, self.timeline, seed

@@ -48,11 +48,12 @@ class Observer(Protocol):
 
 
 class SimWorker:
-    """One engine. `collapse=False` takes every step singly, for comparison."""
+    """One engine, `number` among all of them. `collapse=False` takes every step singly, for comparison."""
 
     def __init__(
         self,
         instance_id: str,
+        number: int,
         role: str,
         profile: Profile,
         block_size: int,
@@ -62,6 +63,7 @@ class SimWorker:
         collapse: bool = True,
     ) -> None:
         self.instance_id = instance_id
+        self._number = number
         self.role = role
         self.total_blocks = profile.kv_tokens // block_size
         self.computed_tokens = 0
@@ -132,7 +134,7 @@ class SimWorker:
             self._observer.wants_kv(self, _ours(sequence))
         self._stepping = step.duration_ps > 0
         if self._stepping:
-            timeline.at(timeline.now_ps + step.duration_ps, self._end, step, first=True)
+            timeline.at(timeline.now_ps + step.duration_ps, self._end, step, order=self._number)
         elif (expiry := self._scheduler.next_expiry()) is not None:
             timeline.at(max(timeline.now_ps + 1, round(expiry * PS)), self._expire, None)
 
@@ -161,17 +163,22 @@ class SimWorker:
             sequence = _ours(one)
             self._scheduler.hold(sequence, sequence.request_id, self._timeline.now_s + LEASE_S)
             observer.prefilled(self, sequence)
-        events = self._scheduler.drain_events()
-        if events:
-            observer.events(self, events)
+        self._tell_events()
         self._begin()
+
+    def _tell_events(self) -> None:
+        if events := self._scheduler.drain_events():
+            self._observer.events(self, events)
 
     # Many steps at once
 
     def _await_end_of_coast(self, coast: Coast) -> None:
         self._coast_number += 1
         self._timeline.at(
-            self._coast_began_ps + coast.duration_ps(coast.steps), self._end_coast, self._coast_number, first=True
+            self._coast_began_ps + coast.duration_ps(coast.steps),
+            self._end_coast,
+            self._coast_number,
+            order=self._number,
         )
 
     def _catch_up(self) -> None:
@@ -209,6 +216,7 @@ class SimWorker:
             self._observer.decoded(coast.batch - late, coast.first_ps)
         if coast.steps > 1:
             self._observer.coasted(coast.after(1), coast.steps - 1)
+        self._tell_events()  # of what was read meanwhile: the steps themselves fill nothing
         self._begin()
 
 

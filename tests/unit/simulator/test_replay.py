@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from controlplane.errors import SettingsError
@@ -43,6 +43,7 @@ def test_steps_taken_in_one_go_give_exactly_what_single_steps_give(arrivals: lis
 
 
 @settings(max_examples=15)
+@example(987, APART, 15.0)  # KV read while steps are taken in one go
 @given(st.integers(0, 1000), st.sampled_from([AGGREGATED, APART, CROWDED, FINE]), st.floats(0.3, 20.0))
 def test_at_any_load_too(seed: int, cluster: Cluster, speed: float) -> None:
     rows = [
