@@ -7,7 +7,6 @@ import hashlib
 import multiprocessing
 import shutil
 import socket
-import tempfile
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -107,7 +106,7 @@ class VllmEngine:
         on_progress("reading the weights' fingerprint")
         identity = await asyncio.to_thread(fingerprint, model)
         address = environment.resolve(self._advertise_host)
-        self._directory = Path(tempfile.mkdtemp(prefix="tokenmill-"))
+        self._directory = environment.socket_folder()
         self._side_channel = environment.reserve_port(address)
         environment.apply(self._config, address, self._side_channel.getsockname()[1], self._directory)
         on_progress("importing vLLM")

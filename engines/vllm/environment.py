@@ -8,11 +8,15 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import tempfile
 from pathlib import Path
 
 from engines.vllm.config import VllmConfig
 
-__all__ = ["apply", "reserve_port", "resolve"]
+__all__ = ["apply", "reserve_port", "resolve", "socket_folder"]
+
+_LONGEST_FOLDER = 107 - len("/00000000-0000-0000-0000-000000000000")
+"""A Unix socket's path may have 107 characters, and vLLM names its sockets by UUIDs."""
 
 
 def resolve(host: str) -> str:
@@ -27,6 +31,15 @@ def reserve_port(address: str) -> socket.socket:
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((address, 0))
     return holder
+
+
+def socket_folder() -> Path:
+    """A new folder for the engine's Unix sockets, under /tmp where the temporary folder's path is too long for them."""
+    folder = Path(tempfile.mkdtemp(prefix="tokenmill-"))
+    if len(str(folder)) > _LONGEST_FOLDER:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="tokenmill-", dir="/tmp"))
+    return folder
 
 
 def apply(config: VllmConfig, address: str, side_channel_port: int, directory: Path) -> None:
