@@ -233,6 +233,8 @@ class EngineInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     capabilities: frozenset[Capability] = field(default_factory=frozenset)
+    least_stall_s: float = 3.0
+    """So long without a step is no sign of a hang. More where steps share their processors with whatever else runs."""
 
 
 class Engine(Protocol):

@@ -130,4 +130,5 @@ def pulse_to_proto(load: LoadSnapshot) -> decode_pb2.Pulse:
         waiting_requests=load.waiting_requests,
         queued_prefill_tokens=load.queued_prefill_tokens,
         step_time_us=round(load.step_time_s * 1e6),
+        steps=load.steps,
     )

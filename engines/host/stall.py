@@ -1,8 +1,8 @@
 """Decides from readings of an engine's load whether it has stopped moving. Pure.
 
 It counts readings, not time: a machine that stood still for a minute has made no readings either, and its engine is not
-to blame. A step may take five times what it should, and 3 s in any case. What it should take is the mean of the recent
-ones, and for each prompt token that it may hold, what a prompt token has taken here before.
+to blame. A step may take five times what it should, and in any case the engine's `least_stall_s`. What it should take
+is the mean of the recent ones, and for each prompt token that it may hold, what a prompt token has taken here before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ __all__ = ["READING_S", "StallWatch"]
 
 READING_S = 0.25
 """Pace of the readings."""
-_LEAST_S = 3.0
 _TIMES = 5
 _SLOW_PACE_S = 0.002
 """Time a prompt token takes until it has been measured: that of a small model on two CPU cores."""
@@ -24,7 +23,8 @@ _MEASURED_TOKENS = 256
 class StallWatch:
     """Stalled: the engine has work that needs steps, has made none for too long, and none since."""
 
-    def __init__(self, max_batched_tokens: int, block_size: int) -> None:
+    def __init__(self, max_batched_tokens: int, block_size: int, least_s: float) -> None:
+        self._least_s = least_s
         self._max_batched_tokens = max_batched_tokens
         self._block_size = block_size
         self._steps = -1
@@ -46,7 +46,7 @@ class StallWatch:
     @property
     def allowance_s(self) -> float:
         """Time that the present step may take."""
-        return max(_LEAST_S, _TIMES * (self._step_time_s + self._in_step * self._pace_s))
+        return max(self._least_s, _TIMES * (self._step_time_s + self._in_step * self._pace_s))
 
     def observe(self, load: LoadSnapshot, busy: int) -> None:
         """Call each `READING_S`. `busy` requests have been given to the engine and are not known to wait for others."""

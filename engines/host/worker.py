@@ -133,9 +133,8 @@ class Worker:
             )
         )
         host.spawn(self._report_load(engine, publisher), "load reports")
-        host.spawn(
-            self._watch(host, engine, StallWatch(info.max_batched_tokens, info.format.block_size)), "stall watch"
-        )
+        watch = StallWatch(info.max_batched_tokens, info.format.block_size, info.least_stall_s)
+        host.spawn(self._watch(host, engine, watch), "stall watch")
         return _model_card(info)
 
     async def drain(self, timeout_s: float) -> None:

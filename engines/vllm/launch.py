@@ -29,6 +29,8 @@ _CPU_KV_CACHE_MB = 512
 _CPU_BLOCK_SIZE = 32
 _BLOCK_SIZE = 16
 _MAX_BATCHED_TOKENS = 2048
+_STALL_S, _CPU_STALL_S = 3.0, 15.0
+"""See `EngineInfo.least_stall_s`. On busy processors a step takes many times as long as alone."""
 
 _COMMON_CAPABILITIES = frozenset(
     {
@@ -148,6 +150,7 @@ async def describe(llm: AsyncLLM, config: VllmConfig, role: Role, model: Path, f
         vocab_size=vllm_config.model_config.get_vocab_size(),
         eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
         capabilities=_COMMON_CAPABILITIES | {own},
+        least_stall_s=_CPU_STALL_S if current_platform.is_cpu() else _STALL_S,
     )
 
 

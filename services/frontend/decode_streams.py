@@ -160,7 +160,9 @@ class DecodeStream:
 
     def _judge(self, message: decode_pb2.Pulse) -> None:
         """Gives up the answers that this worker does not go on with, though it lives."""
-        pulse = Pulse(message.waiting_requests, message.queued_prefill_tokens, message.step_time_us * 1e-6)
+        pulse = Pulse(
+            message.waiting_requests, message.queued_prefill_tokens, message.step_time_us * 1e-6, message.steps
+        )
         stuck = [slot for slot, one in self._progress.items() if one.is_stuck(self._answers[slot].emitted, pulse)]
         for slot in stuck:
             self._answers[slot].fail(Unavailable("the worker lives, but gave this answer no token for too long"))

@@ -323,22 +323,28 @@ class Pulse(_message.Message):
     WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
     QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     STEP_TIME_US_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Requests that wait for room or have been put back: they get no tokens, and nothing is wrong."""
     queued_prefill_tokens: _builtins.int
     """Prompt tokens accepted and not yet computed."""
     step_time_us: _builtins.int
     """Mean time of the engine's recent steps. 0: no step yet."""
+    steps: _builtins.int
+    """The engine's steps so far. An engine that makes none may be slow, or hang: that is for its worker to find out.
+    0: no step yet, or not told.
+    """
     def __init__(
         self,
         *,
         waiting_requests: _builtins.int = ...,
         queued_prefill_tokens: _builtins.int = ...,
         step_time_us: _builtins.int = ...,
+        steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queued_prefill_tokens", b"queued_prefill_tokens", "step_time_us", b"step_time_us", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queued_prefill_tokens", b"queued_prefill_tokens", "step_time_us", b"step_time_us", "steps", b"steps", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,7 +20,7 @@ def reading(steps: int, *, running: int = 1, waiting: int = 0, queued: int = 0, 
 
 def watched(most_tokens: int = 8192) -> StallWatch:
     """Of an engine that has made 7 steps."""
-    watch = StallWatch(most_tokens, 16)
+    watch = StallWatch(most_tokens, 16, 3.0)
     watch.observe(reading(6), 1)
     watch.observe(reading(7), 1)
     return watch
@@ -65,7 +65,7 @@ def test_prompts_that_find_no_room_beside_blocks_held_for_readers_need_no_step()
 
 
 def test_slow_steps_are_given_five_times_their_time() -> None:
-    watch = StallWatch(8192, 16)
+    watch = StallWatch(8192, 16, 3.0)
     watch.observe(reading(7, step_s=2.0), 1)
     assert not wait(watch, 10.0, reading(7, step_s=2.0))
     assert wait(watch, READING_S, reading(7, step_s=2.0))
@@ -101,6 +101,13 @@ def test_the_time_of_a_prompt_token_is_learned_from_what_the_engine_does() -> No
 
 
 def test_the_first_step_may_take_long() -> None:
-    watch = StallWatch(8192, 16)
+    watch = StallWatch(8192, 16, 3.0)
     assert not wait(watch, 120.0, reading(0, step_s=0.0))
     assert watch.still_s > 119.0
+
+
+def test_an_engine_on_shared_processors_is_given_longer() -> None:
+    watch = StallWatch(8192, 16, 15.0)
+    watch.observe(reading(6), 1)
+    assert not wait(watch, 15.0, reading(6))
+    assert wait(watch, READING_S, reading(6))
