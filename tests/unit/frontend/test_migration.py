@@ -17,7 +17,7 @@ from controlplane.errors import (
     Unsupported,
 )
 from engines.base import SamplingParams
-from services.frontend.migration import FrontendFailed, Move, next_move
+from services.frontend.migration import FrontendFailed, FrontendStops, Move, next_move
 
 LOST = Unavailable("the worker was lost", retry_after_s=2)
 SEEDED = {"seed": 7}
@@ -66,6 +66,7 @@ def test_an_answer_goes_on_where_it_can_and_begins_again_while_nothing_was_sent(
         {"error": DeadlineExceeded("no"), "sent": False},
         {"error": Cancelled("no"), "sent": False},
         {"error": FrontendFailed("odd"), "sent": False},
+        {"error": FrontendStops("bye"), "sent": False},
     ],
 )
 def test_it_ends_with_the_workers_error_where_another_try_is_not_allowed_or_of_no_use(facts: dict[str, Any]) -> None:
