@@ -2,6 +2,7 @@ import io
 import signal
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -61,12 +62,16 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(openai_stub: OpenAi
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, bufsize=0) as chat:
         assert chat.stdin is not None
         assert chat.stdout is not None
+        assert chat.stderr is not None
+        deadline = threading.Timer(60, chat.kill)
+        deadline.start()
         chat.stdin.write("one\n")
         assert chat.stdout.read(3) == "> 1"
         chat.send_signal(signal.SIGINT)
+        assert "(stopped)\n" in iter(chat.stderr.readline, "")
         openai_stub.go_on.set()
-        said, told = chat.communicate("two\n", timeout=30)
-    assert "(stopped)" in told
+        said, _ = chat.communicate("two\n", timeout=60)
+        deadline.cancel()
     assert "3 messages" in said
     assert openai_stub.requests[1]["messages"][1] == {"role": "assistant", "content": "1"}
     assert chat.returncode == 0
