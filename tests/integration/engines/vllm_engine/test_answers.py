@@ -92,13 +92,13 @@ async def test_a_higher_priority_runs_first(d: Running, alone: dict[str, Alone])
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     pending = [
         (await d.begin([token, *prompt], sampling, priority=priority))
-        for token, priority in ((1, 9), (5, 0), (6, 0), (7, 5))
+        for token, priority in ((1, 9), (5, 0), (6, 0), (8, 0), (9, 0), (7, 5))
     ]
     for _, answer in pending:
         await eventually(answer.ended.is_set)
     ids = [request_id for request_id, _ in pending]
     ended_in = {output.request_id: step for step, batch in enumerate(d.batches) for output in batch if output.finish}
-    assert ended_in[ids[3]] < ended_in[ids[2]]
+    assert ended_in[ids[-1]] < ended_in[ids[-2]], "the last to come overtakes those that still wait"
 
 
 async def test_load_shows_what_runs_and_that_it_moves(d: Running, alone: dict[str, Alone]) -> None:
