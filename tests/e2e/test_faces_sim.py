@@ -19,6 +19,7 @@ from tests.e2e.command_line import Tokenmill
 from tokenmill.common.v1 import common_pb2
 from tokenmill.inference.v1 import inference_pb2, inference_pb2_grpc
 
+_BY_ALL = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection", "tokenmill.control.v1.Control"}
 _SERVED = {
     "frontend": {"tokenmill.inference.v1.Inference"},
     "router": {"tokenmill.router.v1.Router"},
@@ -55,7 +56,7 @@ async def test_reflection_lists_what_a_service_serves(suite: Suite, service: str
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         async for answer in stub.ServerReflectionInfo(iter([ask]), timeout=30):
             names = {listed.name for listed in answer.list_services_response.service}
-    assert names == _SERVED[service] | {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    assert names == _SERVED[service] | _BY_ALL
 
 
 async def test_a_plain_grpc_client_streams_an_answer_that_remote_prefill_began(suite: Suite) -> None:
