@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import multiprocessing
+import os
 import shutil
 import socket
 import time
@@ -78,6 +79,7 @@ class VllmEngine:
         self._events: KvEventReader | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._directory: Path | None = None
+        self._directory_lock = -1
         self._side_channel: socket.socket | None = None
         self._running: dict[str, RunningRequest | HeldPrefill] = {}
         """By our request id."""
@@ -106,7 +108,7 @@ class VllmEngine:
         on_progress("reading the weights' fingerprint")
         identity = await asyncio.to_thread(fingerprint, model)
         address = environment.resolve(self._advertise_host)
-        self._directory = environment.socket_folder()
+        self._directory, self._directory_lock = environment.socket_folder()
         self._side_channel = environment.reserve_port(address)
         environment.apply(self._config, address, self._side_channel.getsockname()[1], self._directory)
         on_progress("importing vLLM")
@@ -163,6 +165,7 @@ class VllmEngine:
             self._side_channel = None
         if self._directory is not None:
             await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+            os.close(self._directory_lock)
             self._directory = None
 
     async def _stop_processes(self, making: asyncio.Future[AsyncLLM]) -> None:

@@ -5,17 +5,21 @@ They are read by the processes that vLLM makes from ours, so that one of our pro
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import os
+import shutil
 import socket
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from engines.vllm.config import VllmConfig
 
 __all__ = ["apply", "reserve_port", "resolve", "socket_folder"]
 
-_LONGEST_FOLDER = 107 - len("/00000000-0000-0000-0000-000000000000")
+_PREFIX = "tokenmill-engine-"
+_LONGEST_BASE = 107 - len(f"/{_PREFIX}12345678/00000000-0000-0000-0000-000000000000")
 """A Unix socket's path may have 107 characters, and vLLM names its sockets by UUIDs."""
 
 
@@ -33,13 +37,35 @@ def reserve_port(address: str) -> socket.socket:
     return holder
 
 
-def socket_folder() -> Path:
-    """A new folder for the engine's Unix sockets, under /tmp where the temporary folder's path is too long for them."""
-    folder = Path(tempfile.mkdtemp(prefix="tokenmill-"))
-    if len(str(folder)) > _LONGEST_FOLDER:
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="tokenmill-", dir="/tmp"))
-    return folder
+def socket_folder() -> tuple[Path, int]:
+    """A new folder for the engine's Unix sockets, and a lock on it that ends with this process: close it at the end.
+
+    It is under /tmp where the temporary folder's path is too long for sockets. Removes those of processes that were
+    killed.
+    """
+    base = Path(tempfile.gettempdir())
+    if len(str(base)) > _LONGEST_BASE:
+        base = Path("/tmp")
+    for folder in base.glob(f"{_PREFIX}*"):
+        _remove_if_left(folder)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_nlink:
+            return folder, lock
+        os.close(lock)  # another one that starts took it for left
+
+
+def _remove_if_left(folder: Path) -> None:
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:  # somebody else's, or gone
+        return
+    with suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
 
 
 def apply(config: VllmConfig, address: str, side_channel_port: int, directory: Path) -> None:
