@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from fnmatch import fnmatch
 from pathlib import Path
 
 _TIMEOUT_S = 120
@@ -55,10 +56,11 @@ class Tokenmill:
         (pid,) = (pid for pid, command in self.processes().items() if part_of_command in command)
         return pid
 
-    def assert_nothing_left(self, *ports: int) -> None:
-        """No process, folder or listening port."""
+    def assert_nothing_left(self, *ports: int, of_libraries: Collection[str] = ()) -> None:
+        """No process, folder or listening port; files that match `of_libraries` are not ours."""
         assert self.processes() == {}
-        assert list(self.folder.iterdir()) == []
+        left = [path.name for path in self.folder.iterdir()]
+        assert [name for name in left if not any(fnmatch(name, pattern) for pattern in of_libraries)] == []
         for port in ports:
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
